@@ -28,9 +28,9 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from bench.arms import KEPT, KEPT_AT
-from bench.published import HELD_OUT, NULLS, per_phrase
+from bench.published import HELD_OUT, NULLS, per_phrase, regime
 from bench.published_table import CLEAN, IMAGES, interval, markdown
-from bench.recovery import ROOT, WORK, claimed, common, data_set, facts, kept, scores
+from bench.recovery import ROOT, WORK, claimed, data_set, facts, kept, scores
 from bench.recovery_table import append, stored
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval
 from silentbad.worlds.microworld.grammar import KINDS, Scene, sample_scene
@@ -156,9 +156,7 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
         }
     out = WORK / f"kept-{os.getpid()}"
     flags = {
-        **common(data, out, factor, 0, steps),
-        "held_out_clean": HELD_OUT,
-        "memory.sampler.clean_ratio": "null",
+        **regime(data, out, factor, 0, steps),
         "validation.steps": steps,
         "validation.images_per_target": args.images,
         "validation.guidance_scale": GUIDANCE[1],

@@ -139,7 +139,8 @@ def folder_key(root: Path, *parts: Any) -> str:
 def checked_row(unchecked: dict) -> dict:
     """A row with every field of FEATURES, its text checked and its image decoded once."""
     where = unchecked["where"]
-    fields = admitted(unchecked, RECORD if unchecked.pop("captioned", True) else UNCAPTIONED, where)
+    schema = RECORD if unchecked["captioned"] else UNCAPTIONED
+    fields = admitted(unchecked, schema, where)
     if SHUFFLE_MARKER in fields["text"]:
         head, *tail = (part.strip(" ,.") for part in fields["text"].split(SHUFFLE_MARKER))
         fields["text"] = f"{head} {', '.join(tail)}".strip()

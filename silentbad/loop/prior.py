@@ -1,9 +1,9 @@
 """The base's own pictures: drawn before training and shown as clean records (prior preservation,
 DreamBooth, 2208.12242).
 
-Picture i is of the prompts in turn, or of none, from the noise of (seed, i). Pictures lie in the cache
-in a folder named by a hash over everything they depend on. BLOCK of them are drawn together, always
-the same ones, so neither a kill nor the number of processes changes a picture."""
+Picture i is of the prompts in turn, or of none, from the noise of (seed, i). Pictures lie in the
+cache in a folder named by a hash over everything they depend on. BLOCK of them are drawn together,
+always the same ones, so neither a kill nor the number of processes changes a picture."""
 
 import hashlib
 import math
