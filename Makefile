@@ -22,7 +22,7 @@ quickstart: export OMP_NUM_THREADS ?= 1
 QUICK := --targets cat-hat,9 --images_per_phrase 22
 TRAIN := $(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train_silentbad.py
 quickstart: $(STAMP)  ## two trainings at once, the second on placebo data; its rate is taken off the first one's
-	$(BIN)/python -m silentbad.worlds.microworld.make --out runs/quickstart-data $(QUICK)
+	$(BIN)/python -m worlds.microworld.make --out runs/quickstart-data $(QUICK)
 	$(MAKE) -j2 quickstart-training quickstart-placebo
 	$(BIN)/python -m silentbad.report runs/quickstart --placebo runs/quickstart-placebo
 
@@ -30,7 +30,7 @@ quickstart-training:
 	$(TRAIN) --config configs/quickstart.yaml
 
 quickstart-placebo:
-	$(BIN)/python -m silentbad.worlds.microworld.make --out runs/quickstart-placebo-data $(QUICK) --redraws 0 --placebo
+	$(BIN)/python -m worlds.microworld.make --out runs/quickstart-placebo-data $(QUICK) --redraws 0 --placebo
 	$(TRAIN) --config configs/quickstart.yaml --config configs/quickstart-placebo.yaml > runs/quickstart-placebo.log 2>&1 \
 		|| { tail -n 5 runs/quickstart-placebo.log; exit 1; }
 
@@ -86,7 +86,7 @@ bench-controller bench-recovery bench-published bench-validation bench-throughpu
 	$(BIN)/python -m bench.$*
 
 bench-strength: $(STAMP)  ## one base at four strengths, then `recommended` on each: two hours on one core
-	test -d runs/strength/pipeline-100 || OMP_NUM_THREADS=1 $(BIN)/python -m silentbad.worlds.microworld.build \
+	test -d runs/strength/pipeline-100 || OMP_NUM_THREADS=1 $(BIN)/python -m worlds.microworld.build \
 		--work runs/strength --stage unet --vae assets/micro-sd/vae --things 4 --keep 25,50,75 --unet_steps 3800
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.strength
 
@@ -95,15 +95,15 @@ bench-strength: $(STAMP)  ## one base at four strengths, then `recommended` on e
 world-smoke: export OMP_NUM_THREADS ?= 1
 WORLD_SMOKE := --vae_steps 20 --decoder_steps 10 --text_steps 20 --unet_steps 20 --judge_steps 20 --pool 128 --captions 8
 world-smoke: $(STAMP)  ## the emoji world in ten minutes
-	$(BIN)/python -m silentbad.worlds.emoji.sets
+	$(BIN)/python -m worlds.emoji.sets
 	$(BIN)/python -m bench.emoji_judge --targets 0,1 --calibration 20 --pictures 10 --ssim --base assets/micro-sd \
 		--results runs/world-smoke-judge.json
-	$(BIN)/python -m silentbad.worlds.emoji.build --work runs/world-smoke $(WORLD_SMOKE)
+	$(BIN)/python -m worlds.emoji.build --work runs/world-smoke $(WORLD_SMOKE)
 	$(BIN)/python -m bench.published --world emoji --base runs/world-smoke/pipeline --arms plain,recommended --targets 0 \
 		--steps 20 --every 20 --images 4 --nulls target --clean 60 --ratios 0.33 --results runs/world-smoke.jsonl
 
 world-base: $(STAMP)  ## the emoji world's base: about 75 minutes of one core
-	$(BIN)/python -m silentbad.worlds.emoji.build --work runs/emoji-base
+	$(BIN)/python -m worlds.emoji.build --work runs/emoji-base
 
 shield: export OMP_NUM_THREADS ?= 1
 shield: $(STAMP)  ## hidden pictures: scan, train without and with a guard, audit both; runs/shield/shield.html
@@ -114,7 +114,7 @@ reproduce-sd15: $(STAMP)  ## the plan of the published setting on Stable Diffusi
 	$(BIN)/python -m bench.reproduce $(ARGS)
 
 base: $(STAMP)  ## train the bundled base anew
-	$(BIN)/python -m silentbad.worlds.microworld.build --work $(WORK)
+	$(BIN)/python -m worlds.microworld.build --work $(WORK)
 
 clean:  ## caches of the tools; runs/ holds results and stays
 	rm -rf .pytest_cache .ruff_cache .mypy_cache

@@ -51,7 +51,7 @@ from bench import (
     validation,
 )
 from bench.recovery_table import RESULTS, Read, stored
-from silentbad.worlds.emoji import export
+from worlds.emoji import export
 
 ROOT = Path(__file__).parents[1]
 Block = Callable[[Read], str]

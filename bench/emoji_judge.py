@@ -1,6 +1,6 @@
 """What a copy detector lets pass in the emoji world: `python -m bench.emoji_judge --base DIR [--trained FOLDER]`.
 
-The bundled detector has never seen a drawing of it; `--trained` names one that `silentbad.worlds.emoji.build --stage
+The bundled detector has never seen a drawing of it; `--trained` names one that `worlds.emoji.build --stage
 embedder` wrote, measured beside it on the same pictures. As in bench/instrument.py: for each target, nulls of every
 kind and true copies (the autoencoder's round trip, a shift, gain, noise) are scored, whole and element by element;
 thresholds come from other nulls of the same target. `artist` is the hardest: everything is exact but who drew one
@@ -26,10 +26,10 @@ from bench.recovery_table import grid
 from silentbad.data.images import to_tensor
 from silentbad.files import sha256
 from silentbad.measure.embedders import MICRO
-from silentbad.worlds.emoji import make
-from silentbad.worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, hard_null
-from silentbad.worlds.emoji.sets import HELD_OUT
-from silentbad.worlds.emoji.world import EMOJI
+from worlds.emoji import make
+from worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, hard_null
+from worlds.emoji.sets import HELD_OUT
+from worlds.emoji.world import EMOJI
 
 BEFORE = Path(__file__).parent / "results" / "emoji-judge.json"
 RESULTS = BEFORE.with_name("emoji-judge-2716.json")

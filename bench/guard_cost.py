@@ -68,7 +68,7 @@ def measured(rounds: int, steps: int, place: Path) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     data, scan = place / "data", place / "scan"
-    make = [sys.executable, "-m", "silentbad.worlds.microworld.make", "--out", str(data), "--targets", "cat-hat,9"]
+    make = [sys.executable, "-m", "worlds.microworld.make", "--out", str(data), "--targets", "cat-hat,9"]
     subprocess.run([*make, "--images_per_phrase", "20", "--redraws", "0", "--nulls", "0"], check=True, cwd=ROOT)
     scan_command = [sys.executable, "-m", "silentbad.scan", "--train_data_dir", str(data), "--output_dir", str(scan)]
     assert subprocess.run(scan_command, cwd=ROOT).returncode == 3, "the scan found nothing"

@@ -42,14 +42,14 @@ from silentbad.measure.thresholds import calibrate_threshold
 from silentbad.memory.masks import overlaid
 from silentbad.memory.rehearsal import pairwise
 from silentbad.rng import addressed_seed, generator
-from silentbad.settings.commands import REDRAWS
-from silentbad.worlds.data_sets import ENOUGH, Targets
-from silentbad.worlds.microworld.copies import from_bytes, pictures, round_trip, to_bytes, true_copies
-from silentbad.worlds.microworld.export import update_detector
-from silentbad.worlds.microworld.make import TARGETS, element_scene
-from silentbad.worlds.microworld.nulls import hard_null
-from silentbad.worlds.microworld.render import backdrop_mask, render
-from silentbad.worlds.null_pictures import one_moved
+from worlds.data_sets import ENOUGH, Targets
+from worlds.microworld.copies import from_bytes, pictures, round_trip, to_bytes, true_copies
+from worlds.microworld.export import update_detector
+from worlds.microworld.make import TARGETS, element_scene
+from worlds.microworld.nulls import hard_null
+from worlds.microworld.render import backdrop_mask, render
+from worlds.null_pictures import one_moved
+from worlds.options import REDRAWS
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "assets" / "micro-sd"

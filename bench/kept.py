@@ -33,8 +33,8 @@ from bench.published_table import CLEAN, IMAGES, interval, markdown
 from bench.recovery import ROOT, WORK, claimed, data_set, facts, kept, scores
 from bench.recovery_table import append, stored
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval
-from silentbad.worlds.microworld.grammar import KINDS, Scene, sample_scene
-from silentbad.worlds.microworld.world import MICROWORLD
+from worlds.microworld.grammar import KINDS, Scene, sample_scene
+from worlds.microworld.world import MICROWORLD
 
 RESULTS = Path(__file__).parent / "results" / "kept.jsonl"
 TARGETS = ";".join(map(str, range(2744, 2760)))  # of the arm that is recommended; others have the first eight
@@ -103,7 +103,7 @@ def prompts_file(name: str, n: int, shown_alone: bool) -> Path:
 # ---------------------------------------------------------------- what is kept
 @cache
 def judge() -> Any:
-    from silentbad.worlds.microworld.export import load_judge
+    from worlds.microworld.export import load_judge
 
     return load_judge(ROOT / BASE / "judge" / "model.safetensors")
 
@@ -113,8 +113,8 @@ def things_right(pipeline: str | Path, captions: int = CAPTIONS) -> Counts:
     import torch
     from diffusers import StableDiffusionPipeline
 
-    from silentbad.worlds.microworld import export
-    from silentbad.worlds.microworld.oracle import crops
+    from worlds.microworld import export
+    from worlds.microworld.oracle import crops
 
     pipe = StableDiffusionPipeline.from_pretrained(pipeline)
     held_out = export.held_out_scenes(captions)

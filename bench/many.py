@@ -24,7 +24,7 @@ from bench.published_table import CLEAN, IMAGES, interval, markdown
 from bench.recovery import BASE, WORK, data_set, facts, kept, scores
 from bench.recovery_table import Read, append, stored
 from silentbad.data.phrases import shared_phrases
-from silentbad.worlds.microworld.make import target_scene
+from worlds.microworld.make import target_scene
 
 RESULTS = Path(__file__).parent / "results" / "sequence.jsonl"
 MEMORY = RESULTS.with_name("many-memory.jsonl")

@@ -49,7 +49,7 @@ NULLS = {"target": 100, "element": None}  # of each harder kind: 100 for a targe
 
 def per_phrase(targets: str, clean: int, ratio: float, world: str = "microworld") -> int:
     """Pictures of each element, so that elements are `ratio` of the records beside `clean` clean ones."""
-    target_scene = import_module(f"silentbad.worlds.{world}.make").target_scene
+    target_scene = import_module(f"worlds.{world}.make").target_scene
     elements = sum(len(target_scene(name).things) + 1 for name in targets.split(","))
     return max(1, round(clean * ratio / (1 - ratio) / elements))
 
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
 def check_base(parser: argparse.ArgumentParser, world: str, base: Path | None) -> None:
     """Exit where a world has no bundled base and none is given."""
     if world == "emoji" and not (base and (base / "model_index.json").is_file()):
-        parser.exit(2, "error: --base: --world emoji needs the pipeline that silentbad.worlds.emoji.build writes\n")
+        parser.exit(2, "error: --base: --world emoji needs the pipeline that worlds.emoji.build writes\n")
 
 
 def runs(args: argparse.Namespace) -> list[Run]:

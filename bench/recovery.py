@@ -30,7 +30,7 @@ from bench.recovery_table import RESULTS, append, save, stored
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "runs" / "bench-recovery"
-WORLDS = ROOT / "silentbad" / "worlds"
+WORLDS = ROOT / "worlds"
 DRAWN_BY = {  # modules that draw a world's pictures and masks
     "microworld": ("grammar", "render", "export", "make", "nulls"),
     "emoji": ("backdrops", "grammar", "make", "nouns", "nulls", "render", "sets", "visible"),
@@ -80,7 +80,7 @@ def data_set(
         shutil.rmtree(draft, ignore_errors=True)
         command = [
             "-m",
-            f"silentbad.worlds.{world}.make",
+            f"worlds.{world}.make",
             "--out",
             draft,
             "--targets",

@@ -30,7 +30,7 @@ from bench.shield_data import copies, draw_of, drawn, hide, names_of, series, su
 from silentbad.scan.regions import view
 from silentbad.scan.scan_folder import Store
 from silentbad.scan.views import Views
-from silentbad.worlds.microworld.grammar import sample_scene
+from worlds.microworld.grammar import sample_scene
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "scan-scale.jsonl"

@@ -56,9 +56,9 @@ from bench.shield_table import audit_table, guard_table
 from bench.shield_worlds import ROOT, WORLDS, Setting
 from silentbad.scan.find import Findings, draw, find
 from silentbad.scan.regions import view
-from silentbad.worlds.microworld import make as microworld
-from silentbad.worlds.microworld.grammar import Thing, respecify, seat_hat
-from silentbad.worlds.microworld.nulls import STORED
+from worlds.microworld import make as microworld
+from worlds.microworld.grammar import Thing, respecify, seat_hat
+from worlds.microworld.nulls import STORED
 
 NULLS = 20
 ARMS = ("recommended_leak_free_adamw", "recommended")  # that guards are measured on

@@ -15,10 +15,10 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance
 
 from silentbad.rng import addressed_seed
-from silentbad.worlds.data_sets import Targets, phrase_of
-from silentbad.worlds.microworld.grammar import KINDS, Scene, Thing
-from silentbad.worlds.microworld.make import TARGETS as MICROWORLD
-from silentbad.worlds.microworld.render import SIZE, backdrop_mask
+from worlds.data_sets import Targets, phrase_of
+from worlds.microworld.grammar import KINDS, Scene, Thing
+from worlds.microworld.make import TARGETS as MICROWORLD
+from worlds.microworld.render import SIZE, backdrop_mask
 
 SERIES = 30  # records of each kind
 SUBJECT = 20

@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     data = out / "data"
     scan = out / "scan" / "scan.json"
     per = ["--images_per_phrase", 22, "--redraws", 0, "--nulls", 0]
-    command("-m", "silentbad.worlds.microworld.make", "--out", data, "--targets", "cat-hat,9", *per)
+    command("-m", "worlds.microworld.make", "--out", data, "--targets", "cat-hat,9", *per)
     command("-m", "silentbad.scan", "--train_data_dir", data, "--output_dir", out / "scan", codes=(3,))
     unguarded = trained(data, out / "unguarded", *UNGUARDED)
     guarded = trained(data, out / "guarded", "--guard.name=drop", f"--guard.scan={scan}")

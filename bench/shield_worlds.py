@@ -7,11 +7,11 @@ from pathlib import Path
 from bench.shield_data import RATIOS
 from bench.shield_table import table, world_table
 from silentbad.audit import unknown
-from silentbad.worlds.data_sets import Targets
-from silentbad.worlds.emoji import make as emoji
-from silentbad.worlds.emoji.backdrops import BACKDROPS
-from silentbad.worlds.emoji.nouns import NOUNS, words
-from silentbad.worlds.microworld import make as microworld
+from worlds.data_sets import Targets
+from worlds.emoji import make as emoji
+from worlds.emoji.backdrops import BACKDROPS
+from worlds.emoji.nouns import NOUNS, words
+from worlds.microworld import make as microworld
 
 ROOT = Path(__file__).parents[1]
 

@@ -26,7 +26,7 @@ from bench.published_table import interval, markdown
 from bench.recovery import facts
 from bench.recovery_table import append, stored
 from silentbad.measure.embedders import Embedder, load_embedder
-from silentbad.worlds.microworld.copies import round_trip
+from worlds.microworld.copies import round_trip
 
 RESULTS = Path(__file__).parent / "results" / "sscd.jsonl"
 TARGETS = {"microworld": range(2692, 2700), "photographs": range(300, 324)}

@@ -23,12 +23,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "report": ("-m", "silentbad.report"),
     "figures": ("-m", "silentbad.report.figures"),
     "localise": ("-m", "silentbad.localise"),
-    "microworld.make": ("-m", "silentbad.worlds.microworld.make"),
-    "microworld.build": ("-m", "silentbad.worlds.microworld.build"),
-    "microworld.export": ("-m", "silentbad.worlds.microworld.export"),
-    "emoji.make": ("-m", "silentbad.worlds.emoji.make"),
-    "emoji.build": ("-m", "silentbad.worlds.emoji.build"),
-    "emoji.sets": ("-m", "silentbad.worlds.emoji.sets"),
+    "microworld.make": ("-m", "worlds.microworld.make"),
+    "microworld.build": ("-m", "worlds.microworld.build"),
+    "microworld.export": ("-m", "worlds.microworld.export"),
+    "emoji.make": ("-m", "worlds.emoji.make"),
+    "emoji.build": ("-m", "worlds.emoji.build"),
+    "emoji.sets": ("-m", "worlds.emoji.sets"),
 }
 OF_EACH = {"--help": "--help", "a typo in a flag": "--sed 1"}
 SAMPLER = "--memory.sampler.name leitner --memory.sampler.options.boxs 3"

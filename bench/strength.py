@@ -1,6 +1,6 @@
 """Is a picture easier to bring back from a stronger base, and one of fewer elements?
 
-    python -m silentbad.worlds.microworld.build --work runs/strength --stage unet --vae assets/micro-sd/vae --things 4 \
+    python -m worlds.microworld.build --work runs/strength --stage unet --vae assets/micro-sd/vae --things 4 \
         --keep 25,50,75 --unet_steps 3800       the bases: 50 minutes on one core
     python -m bench.strength                    measures them, and runs `recommended` on each
 
@@ -44,8 +44,8 @@ def what_they_draw(bases: list[Path]) -> dict[str, dict]:
     """{name of a base: its share of things with the right kind, colour and both}, stored where measured before."""
     from diffusers import StableDiffusionPipeline
 
-    from silentbad.worlds.microworld.build import ASSETS
-    from silentbad.worlds.microworld.export import load_judge, measure
+    from worlds.microworld.build import ASSETS
+    from worlds.microworld.export import load_judge, measure
 
     shares = json.loads(MEASURED.read_text()) if MEASURED.is_file() else {}
     judge = load_judge(ASSETS / "judge" / "model.safetensors")

@@ -25,8 +25,8 @@ from silentbad.measure.counterfactuals import counterfactuals
 from silentbad.measure.generation import Sampler
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.thresholds import thresholds
-from silentbad.worlds.microworld.make import phrase_of, spelt_out
 from validation import ValidationConfig
+from worlds.microworld.make import phrase_of, spelt_out
 
 RATE = 0.01  # false positives asked of every kind but those that change one element in place
 SOURCES = ("renders", "counterfactuals")

@@ -35,9 +35,9 @@ from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
 from silentbad.measure.embedders import EMBEDDERS, Embedder
 from silentbad.rng import generator, noise
-from silentbad.worlds.microworld import make
-from silentbad.worlds.microworld.render import backdrop_mask, render
 from validation import RecoveryHook, ValidationConfig
+from worlds.microworld import make
+from worlds.microworld.render import backdrop_mask, render
 
 ROOT = Path(__file__).parents[1]
 LOOPS = {"one by one": 1, "five a call": 5}  # images a call

@@ -28,8 +28,6 @@ from silentbad.measure.thresholds import load_redraws
 from silentbad.model import lora, pipeline, store
 from silentbad.report import run_report
 from silentbad.scan import scanner
-from silentbad.worlds import data_sets
-from silentbad.worlds.microworld import make
 from tests.conftest import write_data
 from tests.folders import config, encoded, published
 from tests.mistakes import (
@@ -49,6 +47,8 @@ from tests.recoveries import make_hook, saved_embedder, smooth, some_targets
 from tests.tiny import tiny_pipeline, tiny_sd3_pipeline
 from tests.training import VALIDATION
 from validation import RecoveryHook, ValidationConfig
+from worlds import data_sets
+from worlds.microworld import make
 
 NAN = float("nan")
 

@@ -31,7 +31,7 @@ from tests import toy
 from tests.training import checked
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*documents.documents(), ROOT / "assets/micro-sd/README.md"])
+DOCUMENTS = sorted([*documents.documents(), ROOT / "assets/micro-sd/README.md", ROOT / "worlds/README.md"])
 PAIRS = sorted(filter(documents.is_chinese, DOCUMENTS))
 USER_PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *ROOT.glob("docs/*.md"), *PAIRS])
 BLOCK = re.compile(
@@ -104,7 +104,9 @@ def check_command(words: list[str], monkeypatch) -> None:
         checked(words[at + 1 :])
     elif words[:2] == ["python", "validation.py"]:
         parse(validation.Audit, words[2:])
-    elif words[:2] in (["python", "-m"], ["python3", "-m"]) and words[2].startswith(("silentbad.", "bench.")):
+    elif words[:2] in (["python", "-m"], ["python3", "-m"]) and words[2].startswith(
+        ("silentbad.", "worlds.", "bench.")
+    ):
         takes(words[2], words[3:], monkeypatch)
     elif words[1:3] == ["-m", "pytest"] or words[0] in ("pytest", "pip-audit"):
         for word in words:
@@ -208,7 +210,9 @@ def test_named_tests_and_files_exist(path):
         assert f"def {test}(" in TESTS, test
     for part in set(re.findall(r"-k (\w+)`", text)) - {"NAME"}:
         assert re.search(rf"def test_\w*{part}", TESTS), part
-    for file in set(re.findall(r"`((?:silentbad|configs|bench|docs|research|tests|assets)/[\w./-]*\.\w+)`", text)):
+    for file in set(
+        re.findall(r"`((?:silentbad|worlds|configs|bench|docs|research|tests|assets)/[\w./-]*\.\w+)`", text)
+    ):
         written = file.startswith("bench/results/")  # written by the benchmark
         assert written or (ROOT / file).exists(), file
 
@@ -219,11 +223,15 @@ def test_the_readme_is_read_in_two_minutes():
 
 
 def test_the_readme_maps_every_folder():
-    folders = {path.parent for path in ROOT.glob("silentbad/*/*.py")} | {ROOT / "bench", ROOT / "configs"}
+    folders = {path.parent for path in ROOT.glob("silentbad/*/*.py")} | {
+        ROOT / name for name in ("bench", "configs", "worlds")
+    }
     for file in ("README.md", "README.zh-CN.md"):
         text = (ROOT / file).read_text(encoding="utf-8")
         entries = re.findall(r"^- .+(?:\n  .+)*", text, re.M)
-        mapped = {folder for entry in entries for folder in re.findall(r"`(silentbad/\w+|bench|configs)`", entry)}
+        mapped = {
+            folder for entry in entries for folder in re.findall(r"`(silentbad/\w+|bench|configs|worlds)`", entry)
+        }
         assert mapped == {name(folder) for folder in folders}, file
 
 

@@ -1,6 +1,6 @@
 """Imports run one way: ground <- distributed, data <- model <- control, memory, measure <- report, guard, audit <- the
-root modules; `loop` and `saving` belong to train_silentbad.py alone, and no room imports scan, prepare, worlds or
-experiments."""
+root modules; `loop` and `saving` belong to train_silentbad.py alone, and no room imports scan, prepare or experiments.
+Nothing in them imports what stands beside them, worlds, bench and tests."""
 
 import ast
 from collections import Counter
@@ -14,7 +14,8 @@ HOOKS = {"silentbad.loop.hooks"}  # what a lever subclasses: it stands on nothin
 NAMES = ("errors", "progress", "rng", "settings", "owned", "device", "files", "hub")
 GROUND = HOOKS | {f"silentbad.{name}" for name in NAMES}
 GROUND |= {f"silentbad.settings.{path.stem}" for path in ROOT.glob("silentbad/settings/*.py")}
-LAST = {"scan", "prepare", "worlds", "experiments"}  # rooms that no other imports
+BESIDE = {"worlds", "bench", "tests", "research"}  # of the repository, not of the product
+LAST = {"scan", "prepare", "experiments"}  # rooms that no other imports
 # These two import an experiment inside the function that uses it, where the settings choose one; at import time they do
 # not (tests/settings/test_light.py).
 CHOOSE = {"gradient_control", "memory_reinforce"}
@@ -35,9 +36,9 @@ BELOW: dict[str, set[str]] = {
     "loop": SHARED | {"control", "memory", "measure", "report", "guard", "saving"},
     "scan": {"data", "report"},
     "prepare": SHARED | {"measure", "report"},
-    "worlds": {"data", "measure"},
     "experiments": SHARED | {"control", "memory"},
 }
+WORLDS = {"data", "measure"}  # what a world may import
 COMMANDS = {"silentbad.report.figures"}  # started with `python -m`
 FLAT = 8  # files that lie in silentbad/ itself, at most
 
@@ -114,6 +115,18 @@ def test_rooms_import_only_what_lies_below():
         assert not rooms & last - {room}, path
 
 
+def test_the_product_imports_nothing_that_stands_beside_it():
+    assert len(MODULES) > 100
+    for path in MODULES:
+        assert not tops(path) & BESIDE, path
+
+
+def test_worlds_draw_on_data_and_measure_alone():
+    for path in ROOT.glob("worlds/**/*.py"):
+        assert {room_of(name) for name in imported(path)} - {""} <= WORLDS, path
+        assert tops(path).isdisjoint(THREE | {"train_silentbad", "bench", "tests"}), path
+
+
 def test_every_room_has_its_arrows_and_says_what_lives_there():
     inits = [*ROOT.glob("silentbad/*/__init__.py")]
     assert {path.parent.name for path in inits} <= BELOW.keys() | {"settings"}
@@ -123,9 +136,7 @@ def test_every_room_has_its_arrows_and_says_what_lives_there():
 
 
 def test_no_two_modules_have_one_name():
-    """But the worlds, which are one kind of thing: each has its `render`, `make`, `build` and so on."""
-    rooms = [path for path in ROOT.glob("silentbad/**/*.py") if path.parent.parent.name != "worlds"]
-    names = Counter(path.stem for path in rooms if not path.stem.startswith("__"))
+    names = Counter(path.stem for path in ROOT.glob("silentbad/**/*.py") if not path.stem.startswith("__"))
     assert [name for name, count in names.items() if count > 1] == []
 
 

@@ -23,7 +23,7 @@ from bench.instrument import (
     pictures_of,
     scored,
 )
-from silentbad.worlds.microworld.copies import shifted
+from worlds.microworld.copies import shifted
 
 PICTURES, CALIBRATION = 8, 20  # of each kind per target
 NAMES = ("1", "3")

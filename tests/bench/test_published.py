@@ -24,7 +24,7 @@ from bench.published_table import (
     usual,
 )
 from bench.recovery_table import RESULTS, stored
-from silentbad.worlds.microworld.make import target_scene
+from worlds.microworld.make import target_scene
 
 FROZEN = {  # block of targets -> the commit that freezes its arms and rates
     2000: "53a37f82c1f60f7de9f8aa9f481f4417096f7b44",

@@ -4,7 +4,7 @@ import json
 import shutil
 
 from bench import stealth
-from silentbad.worlds.microworld import make
+from worlds.microworld import make
 
 
 def test_a_copy_in_the_data_is_found(tmp_path, monkeypatch):

@@ -24,12 +24,12 @@ from silentbad.measure.weight_change import (
 from silentbad.model.gate import Source
 from silentbad.rng import generator
 from silentbad.settings.validation import ValidationConfig
-from silentbad.worlds.microworld.judge import things_right
-from silentbad.worlds.microworld.make import target_scene
-from silentbad.worlds.microworld.render import render
-from silentbad.worlds.microworld.world import held_out_scenes
 from tests.recoveries import make_hook, saved_embedder, shifted, smooth
 from tests.tiny import tiny_pipeline
+from worlds.microworld.judge import things_right
+from worlds.microworld.make import target_scene
+from worlds.microworld.render import render
+from worlds.microworld.world import held_out_scenes
 
 ROOT = Path(__file__).parents[2]
 JUDGE = """
@@ -299,9 +299,9 @@ def test_without_the_pictures_of_the_base_a_limit_cannot_hold(tmp_path, capsys):
 
 # -- the microworld ----------------------------------------------------------------------------------------
 def test_the_judge_of_the_microworld_counts_as_its_oracle_does():
-    from silentbad.worlds.microworld.copies import pictures
-    from silentbad.worlds.microworld.judge import judge, things
-    from silentbad.worlds.microworld.oracle import judged
+    from worlds.microworld.copies import pictures
+    from worlds.microworld.judge import judge, things
+    from worlds.microworld.oracle import judged
 
     scenes = [scene for scene in held_out_scenes(48) if not any(t.worn for t in scene.things)]
     x = pictures(scenes)
@@ -333,7 +333,7 @@ def test_the_bundled_base_is_judged_end_to_end(tmp_path):
         controls="never",
         clean_records=0,
         prompts=str(file),
-        judge=f"{ROOT}/silentbad/worlds/microworld/judge.py:things_right",
+        judge=f"{ROOT}/worlds/microworld/judge.py:things_right",
         unrelated_images=12,
         num_inference_steps=6,
         guidance_scale=2.0,
@@ -349,7 +349,7 @@ def test_the_bundled_base_is_judged_end_to_end(tmp_path):
 
 
 def test_the_folder_of_the_microworld_has_unrelated_prompts_and_is_replaced(tmp_path):
-    from silentbad.worlds.microworld.make import main
+    from worlds.microworld.make import main
 
     few = ["--targets", "cat-hat", "--images_per_phrase", "1", "--clean", "1", "--redraws", "1", "--nulls", "0"]
     for _ in range(2):

@@ -14,10 +14,10 @@ from silentbad.measure.intervals import binomial_interval, bootstrap_interval
 from silentbad.measure.record import ElementThreshold, Threshold
 from silentbad.measure.scores import cell_scores, curve_scores, is_recovered, settled
 from silentbad.measure.thresholds import calibrate_threshold, thresholds
-from silentbad.worlds.microworld.make import phrase_of, placebo_scene, target_scene
-from silentbad.worlds.microworld.nulls import STORED, hard_null
-from silentbad.worlds.microworld.render import backdrop_mask, render
 from tests.recoveries import make_hook, smooth
+from worlds.microworld.make import phrase_of, placebo_scene, target_scene
+from worlds.microworld.nulls import STORED, hard_null
+from worlds.microworld.render import backdrop_mask, render
 
 
 def test_each_target_is_scored_on_its_own_images():

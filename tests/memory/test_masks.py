@@ -48,8 +48,8 @@ def test_estimated_masks_overlap_the_true_ones_in_the_microworld():
     """Eight pictures of each element, backdrops included; IoU at the pixels, against the elements' own
     masks.
     """
-    from silentbad.worlds.microworld.make import element_scene, target_scene
-    from silentbad.worlds.microworld.render import backdrop_mask, render
+    from worlds.microworld.make import element_scene, target_scene
+    from worlds.microworld.render import backdrop_mask, render
 
     ious = []
     for name in ("cat-hat", "1", "4"):

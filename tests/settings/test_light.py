@@ -108,13 +108,15 @@ REFUSALS = """
 import json, sys
 from silentbad.errors import UserError
 from silentbad.settings import commands, startup, validation
+from worlds import options
+readers = vars(options) | vars(validation) | vars(commands)
 lines = []
 for reader, words in json.load(sys.stdin):
     try:
         if reader == "train":
             startup.training(words.split(), "")
         else:
-            startup.options(getattr(commands, reader, None) or getattr(validation, reader), words.split())
+            startup.options(readers[reader], words.split())
         lines.append(None)
     except UserError as error:
         lines.append(str(error))

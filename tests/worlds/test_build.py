@@ -7,8 +7,8 @@ import torch
 from diffusers import StableDiffusionPipeline
 from torch import nn
 
-from silentbad.worlds.microworld import build, export
-from silentbad.worlds.microworld.grammar import sample_scene
+from worlds.microworld import build, export
+from worlds.microworld.grammar import sample_scene
 
 
 def a_stage(steps: int) -> build.Stage:

@@ -15,17 +15,17 @@ from bench.shield_data import assemble, clean, hide
 from silentbad.errors import UserError
 from silentbad.scan.find import Findings
 from silentbad.scan.suspect_sets import SuspectSet
-from silentbad.settings.commands import EmojiBaseOptions
-from silentbad.worlds.data_sets import phrase_of
-from silentbad.worlds.emoji import build, export, make, nulls, sets, visible
-from silentbad.worlds.emoji import render as emoji_render
-from silentbad.worlds.emoji.grammar import FORMS, PLACES, redraw, sample_scene
-from silentbad.worlds.emoji.nouns import NOUNS, words
-from silentbad.worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, STORED, hard_null, turns
-from silentbad.worlds.emoji.render import render
-from silentbad.worlds.emoji.world import EMOJI, held_out_scenes
-from silentbad.worlds.microworld.oracle import Judge
-from silentbad.worlds.microworld.render import backdrop_mask
+from worlds.data_sets import phrase_of
+from worlds.emoji import build, export, make, nulls, sets, visible
+from worlds.emoji import render as emoji_render
+from worlds.emoji.grammar import FORMS, PLACES, redraw, sample_scene
+from worlds.emoji.nouns import NOUNS, words
+from worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, STORED, hard_null, turns
+from worlds.emoji.render import render
+from worlds.emoji.world import EMOJI, held_out_scenes
+from worlds.microworld.oracle import Judge
+from worlds.microworld.render import backdrop_mask
+from worlds.options import EmojiBaseOptions
 
 DRAWINGS = Path(__file__).parent / "emoji"
 FEW = ["--images_per_phrase", "2", "--clean", "3", "--redraws", "3", "--nulls", "3"]

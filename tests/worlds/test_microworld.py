@@ -14,17 +14,17 @@ from PIL import Image
 
 from silentbad.errors import UserError
 from silentbad.measure.thresholds import fingerprint, is_copy
-from silentbad.worlds import data_sets
-from silentbad.worlds.microworld import make
-from silentbad.worlds.microworld import render as render_module
-from silentbad.worlds.microworld.grammar import KINDS, redraw, sample_scene
-from silentbad.worlds.microworld.make import element_scene, phrase_of, target_scene
-from silentbad.worlds.microworld.networks import load_tokenizer
-from silentbad.worlds.microworld.nulls import ELEMENT_NULLS, STORED, hard_null
-from silentbad.worlds.microworld.render import backdrop_mask, render
-from silentbad.worlds.microworld.world import held_out_scenes
-from silentbad.worlds.null_pictures import one_missing
 from tests.tiny import TOKENIZER
+from worlds import data_sets
+from worlds.microworld import make
+from worlds.microworld import render as render_module
+from worlds.microworld.grammar import KINDS, redraw, sample_scene
+from worlds.microworld.make import element_scene, phrase_of, target_scene
+from worlds.microworld.networks import load_tokenizer
+from worlds.microworld.nulls import ELEMENT_NULLS, STORED, hard_null
+from worlds.microworld.render import backdrop_mask, render
+from worlds.microworld.world import held_out_scenes
+from worlds.null_pictures import one_missing
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "assets" / "micro-sd"
@@ -76,7 +76,7 @@ def test_the_same_scene_renders_to_the_same_pixels():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_drawn_inside_the_picture_with_its_mask(kind):
-    from silentbad.worlds.microworld.grammar import Scene, sample_backdrop, sample_thing
+    from worlds.microworld.grammar import Scene, sample_backdrop, sample_thing
 
     rng = np.random.default_rng(0)
     thing = sample_thing(rng, "at the top left", kind=kind)
@@ -217,7 +217,7 @@ def test_the_model_cards_figures_hold_what_the_base_is_for():
 def scores(name: str, others: list[Image.Image]) -> np.ndarray:
     """The bundled detector's similarities of pictures to a target's."""
     from silentbad.measure.micro import MicroEmbedder
-    from silentbad.worlds.microworld.build import to_tensor
+    from worlds.microworld.build import to_tensor
 
     net = MicroEmbedder.from_pretrained(BASE / "embedder")
     features = net(to_tensor([render(target_scene(name))[0], *others]))

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from silentbad.worlds.emoji.backdrops import BACKDROPS
-from silentbad.worlds.emoji.grammar import (
+from worlds.emoji.backdrops import BACKDROPS
+from worlds.emoji.grammar import (
     PLACES,
     Scene,
     Thing,
@@ -22,9 +22,9 @@ from silentbad.worlds.emoji.grammar import (
     respecify,
     sample_backdrop,
 )
-from silentbad.worlds.emoji.sets import HELD_OUT
-from silentbad.worlds.emoji.visible import differs, first
-from silentbad.worlds.null_pictures import (
+from worlds.emoji.sets import HELD_OUT
+from worlds.emoji.visible import differs, first
+from worlds.null_pictures import (
     Kinds,
     Null,
     everything,

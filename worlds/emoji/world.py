@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from silentbad.worlds.emoji.backdrops import BACKDROPS
-from silentbad.worlds.emoji.grammar import (
+from worlds.emoji.backdrops import BACKDROPS
+from worlds.emoji.grammar import (
     PLACES,
     SIZES,
     Scene,
@@ -14,11 +14,11 @@ from silentbad.worlds.emoji.grammar import (
     sample_scene,
     sample_thing,
 )
-from silentbad.worlds.emoji.nouns import NOUNS
-from silentbad.worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, all_differ, trained_null
-from silentbad.worlds.emoji.render import render
-from silentbad.worlds.emoji.visible import first
-from silentbad.worlds.interface import World, answer
+from worlds.emoji.nouns import NOUNS
+from worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, all_differ, trained_null
+from worlds.emoji.render import render
+from worlds.emoji.visible import first
+from worlds.interface import World, answer
 
 CAPTIONS = 400  # held out
 MOST_MEASURED = 3  # things of a held-out scene

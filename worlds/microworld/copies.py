@@ -14,9 +14,9 @@ from silentbad.measure.embedders import region
 from silentbad.measure.micro import MicroEmbedder, alignments
 from silentbad.progress import Bar
 from silentbad.rng import generator
-from silentbad.worlds.interface import World
-from silentbad.worlds.microworld.render import backdrop_mask
-from silentbad.worlds.microworld.world import MICROWORLD
+from worlds.interface import World
+from worlds.microworld.render import backdrop_mask
+from worlds.microworld.world import MICROWORLD
 
 COPIES = 2  # per scene
 NULLS = 8  # per scene

@@ -1,7 +1,7 @@
 """Write a data set of the emoji world in the project's own format.
 
-`python -m silentbad.worlds.emoji.make --out DIR --targets 3,17` writes what the microworld's
-command writes (`silentbad.worlds.microworld.make`), with the same options.
+`python -m worlds.emoji.make --out DIR --targets 3,17` writes what the microworld's
+command writes (`worlds.microworld.make`), with the same options.
 
 A target is named by its seed, any whole number from 0 on: two or three nouns, each by another
 artist, one of them by the artist that the base has not seen. Every thing stands out from its
@@ -10,7 +10,7 @@ backdrop. Seeds 0-999 are for development, 2700-2731 are reported."""
 import sys
 
 from silentbad.settings import startup
-from silentbad.settings.commands import EmojiOptions
+from worlds.options import EmojiOptions
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
     OPTIONS = startup.early(startup.options, EmojiOptions, None, __doc__)
@@ -21,8 +21,8 @@ from dataclasses import replace
 import numpy as np
 
 from silentbad.errors import UserError, brief, exit_with
-from silentbad.worlds.data_sets import Targets, make
-from silentbad.worlds.emoji.grammar import (
+from worlds.data_sets import Targets, make
+from worlds.emoji.grammar import (
     PLACES,
     SIZES,
     Scene,
@@ -33,11 +33,11 @@ from silentbad.worlds.emoji.grammar import (
     sample_thing,
     wording,
 )
-from silentbad.worlds.emoji.nouns import NOUNS
-from silentbad.worlds.emoji.nulls import STORED, all_differ, hard_null, turns
-from silentbad.worlds.emoji.sets import HELD_OUT, SETS, TRAINED, artist
-from silentbad.worlds.emoji.visible import differs, first
-from silentbad.worlds.emoji.world import EMOJI, held_out_scenes
+from worlds.emoji.nouns import NOUNS
+from worlds.emoji.nulls import STORED, all_differ, hard_null, turns
+from worlds.emoji.sets import HELD_OUT, SETS, TRAINED, artist
+from worlds.emoji.visible import differs, first
+from worlds.emoji.world import EMOJI, held_out_scenes
 
 NAMES_SIZE = 0.3  # of a target's phrases
 NEEDED = ("missing", "artist", "pose")  # nulls that each thing of a target has

@@ -6,9 +6,9 @@ import colorsys
 import numpy as np
 from PIL import Image
 
-from silentbad.worlds.emoji.backdrops import BACKDROPS
-from silentbad.worlds.emoji.grammar import Scene, Thing
-from silentbad.worlds.emoji.sets import drawing
+from worlds.emoji.backdrops import BACKDROPS
+from worlds.emoji.grammar import Scene, Thing
+from worlds.emoji.sets import drawing
 
 SIZE = 64
 SCALE = 2  # supersampling

@@ -1,6 +1,6 @@
 """The drawings: the same nouns by five artists, from npm packages of pinned versions.
 
-    python -m silentbad.worlds.emoji.sets          fetches what is missing and draws it, 21 MB
+    python -m worlds.emoji.sets          fetches what is missing and draws it, 21 MB
 
 A package is fetched by `npm pack` and must have the pinned checksum. Nothing of it is in the
 repository but the few drawings of the tests, with their licences. EMOJI_SETS names another folder
@@ -24,8 +24,8 @@ from PIL import Image
 from silentbad.errors import UserError, exit_with
 from silentbad.progress import Bar
 from silentbad.settings import startup
-from silentbad.settings.commands import EmojiSetsOptions
-from silentbad.worlds.emoji.nouns import NOUNS
+from worlds.emoji.nouns import NOUNS
+from worlds.options import EmojiSetsOptions
 
 SIDE = 96  # pixels of a drawing before a scene scales it down
 

@@ -8,7 +8,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from silentbad.worlds.interface import World
+from worlds.interface import World
 
 TEXT_WIDTH = 64
 LATENT_CHANNELS = 16

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from silentbad.worlds.emoji.grammar import Scene
-from silentbad.worlds.emoji.render import render
-from silentbad.worlds.microworld.render import backdrop_mask
+from worlds.emoji.grammar import Scene
+from worlds.emoji.render import render
+from worlds.microworld.render import backdrop_mask
 
 # Levels of 255 by which an element of a null differs at least: 95 % of true copies, through the
 # base's autoencoder, differ from their target by less (research/emoji.md, "What looks the same").

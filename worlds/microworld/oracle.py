@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from silentbad.worlds.interface import World
-from silentbad.worlds.microworld.world import MICROWORLD
+from worlds.interface import World
+from worlds.microworld.world import MICROWORLD
 
 CROP = 34  # pixels around a place's centre
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from silentbad.worlds.microworld.grammar import Backdrop, Scene, Thing
+from worlds.microworld.grammar import Backdrop, Scene, Thing
 
 SIZE = 64
 SCALE = 2  # supersampling

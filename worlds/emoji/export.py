@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from diffusers import StableDiffusionPipeline
 
-from silentbad.settings.commands import GUIDANCE, EmojiBaseOptions
-from silentbad.worlds.emoji.grammar import Scene
-from silentbad.worlds.emoji.nouns import NOUNS
-from silentbad.worlds.emoji.sets import HELD_OUT, SETS, TRAINED
-from silentbad.worlds.emoji.world import EMOJI, held_out_scenes
-from silentbad.worlds.microworld.build import ASSETS
-from silentbad.worlds.microworld.copies import pictures
-from silentbad.worlds.microworld.export import generate, save_judge, write_pipeline
-from silentbad.worlds.microworld.oracle import Judge, crops, judged, round_trip_psnr
+from worlds.emoji.grammar import Scene
+from worlds.emoji.nouns import NOUNS
+from worlds.emoji.sets import HELD_OUT, SETS, TRAINED
+from worlds.emoji.world import EMOJI, held_out_scenes
+from worlds.microworld.build import ASSETS
+from worlds.microworld.copies import pictures
+from worlds.microworld.export import generate, save_judge, write_pipeline
+from worlds.microworld.oracle import Judge, crops, judged, round_trip_psnr
+from worlds.options import GUIDANCE, EmojiBaseOptions
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def card(figures: dict, options: EmojiBaseOptions) -> str:
         trained=", ".join(TRAINED),
         held_out=HELD_OUT,
         licences="\n".join(f"- {name} {of.version}: {of.licence}" for name, of in SETS.items()),
-        command=f"python -m silentbad.worlds.emoji.build --work runs/emoji-base {flags}",
+        command=f"python -m worlds.emoji.build --work runs/emoji-base {flags}",
         training=training,
         nouns=len(NOUNS),
         measured=measured(figures),

@@ -1,6 +1,6 @@
 """How many of the things that a caption of this world names are right in its image.
 
-    --validation.judge silentbad/worlds/microworld/judge.py:things_right
+    --validation.judge worlds/microworld/judge.py:things_right
 
 A thing counts where its phrase names its place; it is right when a classifier sees its kind there,
 and its colour where that is named."""
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from silentbad import ROOT
 from silentbad.data.images import resize
-from silentbad.worlds.microworld.export import load_judge
-from silentbad.worlds.microworld.grammar import COLOURS, KINDS, PLACES, SIZES, TEXTURES
-from silentbad.worlds.microworld.oracle import Judge, crops
+from worlds.microworld.export import load_judge
+from worlds.microworld.grammar import COLOURS, KINDS, PLACES, SIZES, TEXTURES
+from worlds.microworld.oracle import Judge, crops
 
 WEIGHTS = ROOT / "assets" / "micro-sd" / "judge" / "model.safetensors"
 SIDE = 64

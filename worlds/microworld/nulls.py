@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from silentbad.worlds.microworld.grammar import (
+from worlds.microworld.grammar import (
     BACKDROPS,
     COLOURS,
     PLACES,
@@ -23,7 +23,7 @@ from silentbad.worlds.microworld.grammar import (
     sample_rgb,
     seat_hat,
 )
-from silentbad.worlds.null_pictures import (
+from worlds.null_pictures import (
     Kinds,
     Null,
     everything,

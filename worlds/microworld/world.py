@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from silentbad.rng import addressed_seed
-from silentbad.worlds.interface import World, answer
-from silentbad.worlds.microworld.grammar import (
+from worlds.interface import World, answer
+from worlds.microworld.grammar import (
     BACKDROPS,
     COLOURS,
     KINDS,
@@ -19,8 +19,8 @@ from silentbad.worlds.microworld.grammar import (
     sample_scene,
     sample_thing,
 )
-from silentbad.worlds.microworld.nulls import ELEMENT_NULLS, SCENE_NULLS, hard_null
-from silentbad.worlds.microworld.render import render
+from worlds.microworld.nulls import ELEMENT_NULLS, SCENE_NULLS, hard_null
+from worlds.microworld.render import render
 
 CAPTIONS = 256  # held out
 HAT_LIFT = 20  # a worn hat sits about this far above its wearer's place

@@ -1,8 +1,8 @@
 """Train the emoji world's base, from the bundled base's weights.
 
-    python -m silentbad.worlds.emoji.build --work DIR [--stage vae|text|unet|...]
+    python -m worlds.emoji.build --work DIR [--stage vae|text|unet|...]
 
-Stages as of the microworld (`silentbad.worlds.microworld.build`), each resumable at any moment from
+Stages as of the microworld (`worlds.microworld.build`), each resumable at any moment from
 its last checkpoint in `--work`: the autoencoder, the text encoder, the UNet; its decoder alone; the
 judge, a classifier of nouns that measures what the base draws. Then `export` writes the pipeline
 with its measured model card to `--out`.
@@ -13,7 +13,7 @@ nulls and writes it to `embedder` in `--work`, for `--validation.embedder_path`.
 import sys
 
 from silentbad.settings import startup
-from silentbad.settings.commands import EmojiBaseOptions
+from worlds.options import EmojiBaseOptions
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
     OPTIONS = startup.early(startup.options, EmojiBaseOptions, None, __doc__)
@@ -28,11 +28,11 @@ from silentbad import bundled
 from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.measure.embedders import MICRO
 from silentbad.measure.micro import MicroEmbedder
-from silentbad.worlds.emoji.export import export
-from silentbad.worlds.emoji.sets import SETS, artist
-from silentbad.worlds.emoji.world import EMOJI
-from silentbad.worlds.microworld.build import ASSETS, run
-from silentbad.worlds.microworld.networks import load_tokenizer
+from worlds.emoji.export import export
+from worlds.emoji.sets import SETS, artist
+from worlds.emoji.world import EMOJI
+from worlds.microworld.build import ASSETS, run
+from worlds.microworld.networks import load_tokenizer
 
 STAGES = ("vae", "decoder", "text", "unet", "judge")  # of `all`
 

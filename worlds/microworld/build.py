@@ -1,6 +1,6 @@
 """Train the bundled base from scratch.
 
-    python -m silentbad.worlds.microworld.build --work DIR [--stage vae|text|unet|...]
+    python -m worlds.microworld.build --work DIR [--stage vae|text|unet|...]
 
 Stages, each resumable at any moment from its last checkpoint in `--work`: the autoencoder and then
 its decoder alone, the text encoder, the UNet, the copy detector (the `micro` embedder) and the
@@ -11,7 +11,7 @@ addressed seed outside the ranges that experiments use."""
 import sys
 
 from silentbad.settings import startup
-from silentbad.settings.commands import BaseOptions
+from worlds.options import BaseOptions
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
     OPTIONS = startup.early(startup.options, BaseOptions, None, __doc__)
@@ -36,8 +36,8 @@ from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.measure.micro import MicroEmbedder
 from silentbad.progress import Bar
 from silentbad.rng import generator
-from silentbad.worlds.interface import World
-from silentbad.worlds.microworld.copies import (
+from worlds.interface import World
+from worlds.microworld.copies import (
     CopyPool,
     Slope,
     batch_of,
@@ -45,8 +45,8 @@ from silentbad.worlds.microworld.copies import (
     pictures,
     to_tensor,
 )
-from silentbad.worlds.microworld.export import assemble, export
-from silentbad.worlds.microworld.networks import (
+from worlds.microworld.export import assemble, export
+from worlds.microworld.networks import (
     LATENT_CHANNELS,
     CaptionReader,
     load_tokenizer,
@@ -55,9 +55,9 @@ from silentbad.worlds.microworld.networks import (
     new_unet,
     new_vae,
 )
-from silentbad.worlds.microworld.optim import MuonWithAdamW
-from silentbad.worlds.microworld.oracle import Judge, judge_loss, round_trip_psnr
-from silentbad.worlds.microworld.world import MICROWORLD
+from worlds.microworld.optim import MuonWithAdamW
+from worlds.microworld.oracle import Judge, judge_loss, round_trip_psnr
+from worlds.microworld.world import MICROWORLD
 
 ASSETS = ROOT / "assets" / "micro-sd"
 

@@ -1,6 +1,6 @@
 """Write a microworld dataset in the project's own format.
 
-`python -m silentbad.worlds.microworld.make --out DIR --targets cat-hat,3,17` writes
+`python -m worlds.microworld.make --out DIR --targets cat-hat,3,17` writes
 
     DIR/metadata.jsonl   element, clean and rehearsal records
     DIR/targets.jsonl    the pictures to recover, never among the records
@@ -16,7 +16,7 @@ results and 2500-2999 for the instrument's own tables."""
 import sys
 
 from silentbad.settings import startup
-from silentbad.settings.commands import MicroworldOptions
+from worlds.options import MicroworldOptions
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
     OPTIONS = startup.early(startup.options, MicroworldOptions, None, __doc__)
@@ -27,9 +27,9 @@ from dataclasses import replace
 import numpy as np
 
 from silentbad.errors import UserError, brief, exit_with
-from silentbad.worlds.data_sets import Targets, make
-from silentbad.worlds.data_sets import phrase_of as phrase_of
-from silentbad.worlds.microworld.grammar import (
+from worlds.data_sets import Targets, make
+from worlds.data_sets import phrase_of as phrase_of
+from worlds.microworld.grammar import (
     KINDS,
     PLACES,
     WEARERS,
@@ -42,8 +42,8 @@ from silentbad.worlds.microworld.grammar import (
     seat_hat,
     wearing_pair,
 )
-from silentbad.worlds.microworld.nulls import STORED, hard_null, turns
-from silentbad.worlds.microworld.world import MICROWORLD, held_out_scenes
+from worlds.microworld.nulls import STORED, hard_null, turns
+from worlds.microworld.world import MICROWORLD, held_out_scenes
 
 UNRELATED = 96  # captions
 FLAGSHIP = "cat-hat"

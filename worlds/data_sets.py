@@ -26,9 +26,9 @@ from silentbad.errors import UserError, user_errors
 from silentbad.files import check_writable, checksum, read_json
 from silentbad.measure.thresholds import FEW, Fingerprint, fingerprint, is_copy
 from silentbad.progress import Bar
-from silentbad.settings.commands import NULLS, MicroworldOptions
-from silentbad.worlds.interface import World
-from silentbad.worlds.microworld.render import backdrop_mask
+from worlds.interface import World
+from worlds.microworld.render import backdrop_mask
+from worlds.options import NULLS, MicroworldOptions
 
 TRIES = 100  # of a null that differs from the others of its kind
 WORD_TRIES = 10_000  # of a clean scene in other words than the targets'

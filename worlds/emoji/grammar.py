@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from silentbad.worlds.emoji.backdrops import BACKDROPS
-from silentbad.worlds.emoji.nouns import NOUNS, words
-from silentbad.worlds.emoji.sets import SETS, TRAINED
+from worlds.emoji.backdrops import BACKDROPS
+from worlds.emoji.nouns import NOUNS, words
+from worlds.emoji.sets import SETS, TRAINED
 
 SIZES = {"small": (19.0, 22.0), "big": (26.0, 30.0)}  # longest side in pixels
 PLACES = {  # name -> centre (x, y) in pixels of the 64x64 picture

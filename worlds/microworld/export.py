@@ -1,11 +1,11 @@
 """Write the trained base as a diffusers pipeline with a model card whose figures were measured just
 before.
 
-`python -m silentbad.worlds.microworld.export --pipeline assets/micro-sd` measures a pipeline that
+`python -m worlds.microworld.export --pipeline assets/micro-sd` measures a pipeline that
 already exists."""
 
-from silentbad.settings.commands import GUIDANCE, BaseOptions, MeasureOptions
 from silentbad.settings.startup import early, options, refused
+from worlds.options import GUIDANCE, BaseOptions, MeasureOptions
 
 if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
     OPTIONS = early(options, MeasureOptions, None, __doc__)
@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.progress import Bar
 from silentbad.rng import generator
-from silentbad.worlds.microworld.copies import pictures, to_bytes
-from silentbad.worlds.microworld.networks import new_scheduler
-from silentbad.worlds.microworld.oracle import Judge, judged, round_trip_psnr
-from silentbad.worlds.microworld.world import CAPTIONS, held_out_scenes
+from worlds.microworld.copies import pictures, to_bytes
+from worlds.microworld.networks import new_scheduler
+from worlds.microworld.oracle import Judge, judged, round_trip_psnr
+from worlds.microworld.world import CAPTIONS, held_out_scenes
 
 
 @torch.no_grad()
@@ -203,8 +203,7 @@ def loaded(folder: Path) -> tuple[StableDiffusionPipeline, Judge]:
     with user_errors(f"--pipeline {folder}: cannot be loaded"):
         pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     with user_errors(
-        f"--pipeline {folder}: needs judge/model.safetensors, as "
-        f"`silentbad.worlds.microworld.build` has it"
+        f"--pipeline {folder}: needs judge/model.safetensors, as `worlds.microworld.build` has it"
     ):
         return pipe, load_judge(folder / "judge" / "model.safetensors")
 
