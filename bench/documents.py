@@ -230,6 +230,7 @@ BLOCKS: dict[str, Block] = {
     "many-differences": many.differences,
     "many-memory": many.memory,
     "many-sequence": many.by_stage,
+    "many-sequence-kept": many.model_by_stage,
     "localise": of(put_back.QUICKSTART, put_back.quickstart_table),
     "put-back": of("put-back.jsonl", shield_table.put_back_table),
 }

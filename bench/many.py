@@ -2,10 +2,11 @@
 
     python -m bench.many --targets 102,103,104,106         development: 0-999, --results runs/sequence-dev.jsonl
 
-runs them in sequence. Every stage is a run of `recommended` on one target, as a target alone has it
-(bench/published.py), from the pipeline that the stage before wrote, and is measured on all targets at its end. One JSON
-line a stage and target is added to bench/results/sequence.jsonl; a sequence that is stored is not run again. What is
-learnt at once are rows of `bench.published --results bench/results/many.jsonl`. Protocol: research/protocol.md.
+runs them in sequence. Every stage is a run of an arm of `SEQUENCES` on one target, as a target alone has it
+(bench/kept.py), from the pipeline that the stage before wrote. At its end it is measured on all targets, and on the
+things of held-out captions that are right. One JSON line a stage and target is added to bench/results/sequence.jsonl; a
+sequence that is stored is not run again. What is learnt at once are rows of `bench.published --results
+bench/results/many.jsonl`. Protocol: research/protocol.md.
 """
 
 import argparse
@@ -18,9 +19,10 @@ from statistics import mean
 
 from tqdm import tqdm
 
-from bench.arms import PUBLISHED, PUBLISHED_AT
-from bench.published import HELD_OUT, NULLS, per_phrase, regime
-from bench.published_table import CLEAN, IMAGES, interval, markdown
+from bench.arms import KEPT, KEPT_AT
+from bench.kept import SHOWN, UNSHOWN, data_of, lowest, prompts_file, things_right
+from bench.published import HELD_OUT, NULLS, regime
+from bench.published_table import IMAGES, interval, markdown
 from bench.recovery import BASE, WORK, data_set, facts, kept, scores
 from bench.recovery_table import Read, append, stored
 from silentbad.data.phrases import shared_phrases
@@ -28,7 +30,13 @@ from worlds.microworld.make import target_scene
 
 RESULTS = Path(__file__).parent / "results" / "sequence.jsonl"
 MEMORY = RESULTS.with_name("many-memory.jsonl")
-ARM = "recommended"
+# A stage's arm of bench.kept, and how many of the 240 captions that it draws by the pipeline before it are the composed
+# prompt of each earlier target
+SEQUENCES = {
+    "recommended_2026": ("recommended_2026", 0),
+    "recommended": ("recommended", 0),
+    "rehearsed": ("recommended", 48),
+}
 CONTROL = "recommended_long"  # with phrases as they come
 AT_ONCE = (
     "targets at once",
@@ -46,27 +54,29 @@ AT_ONCE = (
 )
 
 
-def trained(targets: str, seed: int) -> Iterable[dict]:
+def trained(targets: str, seed: int, sequence: str) -> Iterable[dict]:
     """Rows of each target after each stage; stage s trains on the s-th target."""
     names = targets.split(",")
-    flags = PUBLISHED[ARM]
-    factor, steps, _ = PUBLISHED_AT[ARM]
-    nulls = NULLS["target"]
-    of_all = data_set(targets, seed, 1, flags, clean=HELD_OUT, nulls=nulls)  # for its targets alone
+    arm, rehearsed = SEQUENCES[sequence]
+    factor, steps = KEPT_AT[arm]
+    of_all = data_set(targets, seed, 1, {}, clean=HELD_OUT, nulls=NULLS["target"])  # for its targets alone
     base: Path | None = None
     for stage, name in enumerate(tqdm(names, desc="stages")):
-        data = data_set(name, seed, per_phrase(name, CLEAN, 0.1), flags, clean=CLEAN + HELD_OUT, nulls=nulls)
-        out = WORK / f"sequence-{targets.replace(',', '+')}-{stage}"
-        more = {BASE: base / "pipeline"} if base else {}
+        flags = dict(KEPT[arm])
+        data = data_of(name, flags)
+        out = WORK / f"sequence-{sequence}-{targets.replace(',', '+')}-{stage}"
+        if "prior_preservation.num_images" in flags:
+            flags["prior_preservation.prompts"] = str(drawn_prompts(of_all, names[:stage], rehearsed, out))
+        if base:
+            flags[BASE] = str(base / "pipeline")
         report, _ = kept(
-            ARM,
+            sequence,
             {
                 **regime(data, out, factor, seed, steps),
                 "validation.targets": of_all / "targets.jsonl",
                 "validation.steps": steps,
                 "validation.images_per_target": IMAGES,
                 "validation.guidance_scale": 2.0,
-                **more,
                 **flags,
             },
         )
@@ -74,10 +84,12 @@ def trained(targets: str, seed: int) -> Iterable[dict]:
             shutil.rmtree(base)
         base = out
         entry = scores(report["history"][-1])
+        right = things_right(out / "pipeline")
         for place, target in enumerate(names):
             of_target = entry["targets"][target]
             yield {
                 "targets": targets,
+                "sequence": sequence,
                 "seed": seed,
                 "stage": stage,
                 "target": target,
@@ -85,22 +97,51 @@ def trained(targets: str, seed: int) -> Iterable[dict]:
                 "rate": of_target["rate"],
                 "elements": [element["rate"] for element in of_target["elements"]],
                 "drift": entry["drift"]["clean_eps_mse"],
+                "right": right,
             }
     if base:
         shutil.rmtree(base)
 
 
+def drawn_prompts(data: Path, earlier: list[str], each: int, out: Path) -> Path:
+    """A file of 240 captions for the pipeline before a stage: ordinary ones, and the composed prompt of each earlier
+    target `each` times."""
+    ordinary = prompts_file("own", 240, shown_alone=True).read_text().splitlines()
+    composed = {record["target_id"]: record["prompt"] for record in stored(data / "targets.jsonl")}
+    again = [composed[target] for target in earlier for _ in range(each)]
+    file = out.with_suffix(".txt")
+    file.write_text("".join(f"{prompt}\n" for prompt in [*again, *ordinary][: len(ordinary)]))
+    return file
+
+
 # ------------------------------------------------------------------------------------------------- the tables
 def by_stage(read: Read) -> str:
-    """What passes of a target by how many others followed it: Markdown."""
+    """What passes of a target by how many others followed it, for each way: Markdown."""
     rows = [row for row in read(RESULTS.name) if row["stage"] >= row["place"]]
     lines = []
-    for after in sorted({row["stage"] - row["place"] for row in rows}):
-        part = [row for row in rows if row["stage"] - row["place"] == after]
-        rates = [row["rate"] for row in part]
-        elements = [mean(row["elements"]) for row in part]
-        lines.append([f"{after}", halves(rates), interval(rates), interval(elements)])
-    return markdown(("targets that followed", "half of the images or more", "strict rate", "elements"), lines)
+    for sequence in SEQUENCES:
+        of_sequence = [row for row in rows if row.get("sequence", "recommended_2026") == sequence]
+        for after in sorted({row["stage"] - row["place"] for row in of_sequence}):
+            part = [row for row in of_sequence if row["stage"] - row["place"] == after]
+            rates = [row["rate"] for row in part]
+            elements = [mean(row["elements"]) for row in part]
+            lines.append([f"`{sequence}`", f"{after}", halves(rates), interval(rates), interval(elements)])
+    return markdown(
+        ("each stage", "targets that followed", "half of the images or more", "strict rate", "elements"), lines
+    )
+
+
+def model_by_stage(read: Read) -> str:
+    """Things right over the base's after each stage, where the rows have them: Markdown."""
+    base = next(row for row in read("kept.jsonl") if row["arm"] == "base")
+    lines = []
+    for sequence in SEQUENCES:
+        rows = [row for row in read(RESULTS.name) if row.get("sequence") == sequence and row["place"] == 0]
+        for stage in sorted({row["stage"] for row in rows}):
+            part = [row for row in rows if row["stage"] == stage]
+            shares = [interval(lowest(part, base, kinds)[1]) for kinds in (SHOWN, UNSHOWN)]
+            lines.append([f"`{sequence}`", f"{stage + 1}", *shares])
+    return markdown(("each stage", "targets learnt", "things right, kinds shown", "kinds not shown"), lines)
 
 
 def halves(rates: list[float]) -> str:
@@ -170,16 +211,19 @@ def differences(read: Read) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", required=True, help="in the order of the stages, ',' between two")
+    parser.add_argument("--sequence", choices=SEQUENCES, default="rehearsed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    if any((row["targets"], row["seed"]) == (args.targets, args.seed) for row in stored(args.results)):
+    of_run = (args.targets, args.sequence, args.seed)
+    if any((row["targets"], row.get("sequence"), row["seed"]) == of_run for row in stored(args.results)):
         print(f"{args.results} has this sequence")
     else:
         here = facts()
-        for row in trained(args.targets, args.seed):
+        for row in trained(args.targets, args.seed, args.sequence):
             append(args.results, [{**row, **here}])
-    print(by_stage(lambda _: stored(args.results)))
+    read = lambda name: stored(args.results if name == RESULTS.name else RESULTS.with_name(name))  # noqa: E731
+    print(by_stage(read), model_by_stage(read), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -111,9 +111,12 @@ class Forecast:
         config = self.run.config
         steps = range(self.begun, self.planned)
         points = 1 + sum(on_grid(config.validation, step) for step in steps)
-        twice = config.use_ema and config.validation.weights == "both"
+        weights = 1 + (config.use_ema and config.validation.weights == "both")
         targets = len(self.run.products.targets) * config.validation.images_per_target
-        return self.nulls + points * (targets * (1 + twice) + self.run.prompts)
+        unrelated = config.validation.unrelated_images if targets else 0
+        at_points = min(points, 2) if config.validation.keep is None else points
+        drawn = points * (targets * weights + self.run.prompts) + at_points * unrelated * weights
+        return self.nulls + drawn
 
     @cached_property
     def nulls(self) -> int:
@@ -152,7 +155,8 @@ class Forecast:
         checkpoints_left = min(count, config.checkpoints_total_limit or count)
         pipeline = file_bytes(parts)
         epochs = self.planned // state.steps_per_epoch
-        pipelines = 1 + config.save_best + epochs // (config.save_ckpt_epoch_interval or epochs + 1)
+        best = config.save_best or config.validation.keep is not None
+        pipelines = 1 + best + epochs // (config.save_ckpt_epoch_interval or epochs + 1)
         disk = self.run.encoder.disk
         cache = config.disk_cache_gb * 2**30 - disk.left if disk is not None else 0
         merged = config.lora.merged * whole_bytes(parts)

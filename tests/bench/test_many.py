@@ -1,6 +1,7 @@
 """Tables of several targets in one model, from rows."""
 
-from bench.many import at_once, by_stage, differences, phrases_of
+from bench.kept import KINDS, UNSHOWN
+from bench.many import at_once, by_stage, differences, drawn_prompts, model_by_stage, phrases_of
 
 PAIR = "102,106"  # "a yellow house, on a green meadow" is said of both
 
@@ -16,7 +17,26 @@ def sequence(rates):
 
 def test_a_target_is_counted_from_its_own_stage_on():
     lines = by_stage(lambda _: sequence([[1.0, 0.9], [0.25, 0.75]])).splitlines()
-    assert lines[2].startswith("| 0 | 2 of 2 | 0.88 ") and lines[3].startswith("| 1 | 0 of 1 | 0.25 ")
+    assert lines[2].startswith("| `recommended_2026` | 0 | 2 of 2 | 0.88 ")
+    assert lines[3].startswith("| `recommended_2026` | 1 | 0 of 1 | 0.25 ")
+
+
+def test_the_model_after_each_stage_stands_by_kinds():
+    def right(shown, unshown):
+        return {"2": {kind: [unshown if kind in UNSHOWN else shown, 10] for kind in KINDS}}
+
+    rows = sequence([[1.0, 1.0], [1.0, 1.0]])
+    rows = [{**row, "sequence": "rehearsed", "right": right(8 - row["stage"], 4)} for row in rows]
+    tables = {"sequence.jsonl": rows, "kept.jsonl": [{"arm": "base", "right": right(8, 8)}]}
+    lines = model_by_stage(tables.__getitem__).splitlines()
+    assert lines[2:] == ["| `rehearsed` | 1 | 1.00 | 0.50 |", "| `rehearsed` | 2 | 0.88 | 0.50 |"]
+
+
+def test_earlier_composed_prompts_take_a_share_of_what_a_stage_draws(tmp_path):
+    (tmp_path / "targets.jsonl").write_text('{"target_id": "7", "prompt": "a whole"}\n')
+    lines = drawn_prompts(tmp_path, ["7"], 48, tmp_path / "stage").read_text().splitlines()
+    assert len(lines) == 240 and lines.count("a whole") == 48
+    assert "a whole" not in drawn_prompts(tmp_path, ["7"], 0, tmp_path / "stage").read_text()
 
 
 def row(target, step, elements, **more):
