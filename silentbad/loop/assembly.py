@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from diffusers.optimization import get_scheduler
 
+from silentbad.control.decay import DecayToBase
 from silentbad.data import buckets
 from silentbad.data.draws import Draws, LossExclusion, Reader, Transform, by_role
 from silentbad.data.elements import epoch_length
@@ -222,6 +223,8 @@ def build(
     )
     own_hooks = OwnHooks(hook_classes(config.hooks), context)
     hooks: list[Hook] = [control, memory, guards, *own_hooks]
+    if config.decay_to_base:
+        hooks.append(DecayToBase(optimizer, config.decay_to_base))
     if recovery is not None:
         hooks.append(recovery)
 

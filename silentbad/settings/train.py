@@ -321,6 +321,9 @@ class TrainConfig(DataSettings):
     decay_norms_and_biases: bool = ours(
         True, "let it act on norms and biases too, as diffusers does"
     )
+    decay_to_base: NotNegative = ours(
+        0.0, "decay of weights to the base's, by learning rate times this at each step"
+    )
     adam_epsilon: Positive = flag(1e-8, "epsilon", needs="EPS", idle="said")
     max_grad_norm: NotNegative = flag(1.0, "clip the gradient norm once a step; 0 does not clip")
     max_nonfinite_steps: Count = ours(10, "stop after so many NaN or infinite gradients in a row")
