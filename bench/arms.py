@@ -209,23 +209,27 @@ KEEPING = {
     **OWN_PICTURES,
 }
 CLEAN_ALONE = {"memory.roles.element.loss_weight": "0.0", "memory.roles.rehearsal.loss_weight": "0.0"}
+KEEPING_BASE = {**KEEPING, "train_batch_size": "32", "decay_to_base": "3.0"}
 KEPT: dict[str, Flags] = {
-    "recommended": KEEPING,
-    "recommended_long": KEEPING,  # at 800 steps
+    "recommended": KEEPING_BASE,
+    "recommended_no_decay": {**KEEPING_BASE, "decay_to_base": "0.0"},
+    "recommended_placebo": {**KEEPING_BASE, "placebo": "true"},  # data that shows no exact element
+    "clean_alone": {**KEEPING_BASE, **CLEAN_ALONE},  # as many updates, and no element
     "recommended_2026": {**STRONG, **SPECTRAL},
     "plain": {},
-    "recommended_placebo": {**KEEPING, "placebo": "true"},  # data that shows no exact element
-    "clean_alone": {**KEEPING, **CLEAN_ALONE},  # as many updates, and no element
-    "recommended_leak_free": {**KEEPING, "memory.rehearsal.name": "none", "memory.rehearsal.options": "{}"},
+    "recommended_leak_free": {**KEEPING_BASE, "memory.rehearsal.name": "none", "memory.rehearsal.options": "{}"},
     "replay": REPLAY,
     "decoder_2026": {**STRONG, **SPECTRAL, **DECODER},
     "lora_2026": {**STRONG, **SPECTRAL, **ADAPTERS},
     "recommended_2026_adamw": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},
+    "own_pictures": KEEPING,  # 16 pictures a step, no decay: `recommended` until the targets from 2760
+    "own_pictures_long": KEEPING,  # at 800 steps
 }
 KEPT_AT: dict[str, tuple[float, int]] = {  # learning rate in units of 1e-4, optimizer steps
-    **dict.fromkeys(KEPT, (20.0, 400)),
+    **dict.fromkeys(KEPT, (25.0, 400)),
     **dict.fromkeys(("recommended_2026", "decoder_2026", "lora_2026"), (40.0, 200)),
-    "recommended_long": (20.0, 800),
+    "own_pictures": (20.0, 400),
+    "own_pictures_long": (20.0, 800),
     "recommended_2026_adamw": (16.0, 400),
     "replay": (8.0, 600),
     "plain": (8.0, 1500),

@@ -224,7 +224,7 @@ def build(
     own_hooks = OwnHooks(hook_classes(config.hooks), context)
     hooks: list[Hook] = [control, memory, guards, *own_hooks]
     if config.decay_to_base:
-        hooks.append(DecayToBase(optimizer, config.decay_to_base))
+        hooks.append(DecayToBase(optimizer, config.decay_to_base / total))
     if recovery is not None:
         hooks.append(recovery)
 

@@ -322,7 +322,8 @@ class TrainConfig(DataSettings):
         True, "let it act on norms and biases too, as diffusers does"
     )
     decay_to_base: NotNegative = ours(
-        0.0, "decay of weights to the base's, by learning rate times this at each step"
+        0.0,
+        "decay of weights to the base's: this over the run, by the schedule of the learning rate",
     )
     adam_epsilon: Positive = flag(1e-8, "epsilon", needs="EPS", idle="said")
     max_grad_norm: NotNegative = flag(1.0, "clip the gradient norm once a step; 0 does not clip")

@@ -8,34 +8,33 @@ from silentbad.control.decay import DecayToBase
 from train_silentbad import main
 
 
-def test_each_group_decays_by_its_rate_to_what_it_was():
+def test_weights_decay_to_what_they_were_by_the_schedule():
     weights = [torch.nn.Parameter(torch.full((2,), value)) for value in (1.0, 3.0)]
     groups = [{"params": [weight], "lr": lr} for weight, lr in zip(weights, (0.1, 0.01), strict=True)]
     optimizer = torch.optim.SGD(groups)
-    decay = DecayToBase(optimizer, 2.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step == 0 else 0.5)
+    decay = DecayToBase(optimizer, 0.2)
     with torch.no_grad():
         for weight in weights:
             weight += 1.0
     decay.after_step(1, skipped=True)
     assert weights[0].tolist() == [2.0, 2.0]
     decay.after_step(1)
-    torch.testing.assert_close(weights[0].data, torch.full((2,), 2.0 - 0.1 * 2))
-    torch.testing.assert_close(weights[1].data, torch.full((2,), 4.0 - 0.01 * 2))
-    optimizer.param_groups[0]["lr"] = 0.9  # of 1.8 the whole way and no further
+    torch.testing.assert_close(weights[0].data, torch.full((2,), 1.8))
+    torch.testing.assert_close(weights[1].data, torch.full((2,), 3.8))
+    optimizer.step()
+    scheduler.step()
     decay.after_step(2)
-    torch.testing.assert_close(weights[0].data, torch.ones(2))
+    torch.testing.assert_close(weights[0].data, torch.full((2,), 1.8 - 0.1 * 0.8))
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora.rank": 2}], ids=["weights", "adapters"])
 def test_a_resume_decays_to_the_base_and_not_to_its_checkpoint(lora, flags, tmp_path):
-    settings = {"learning_rate": 1e-2, "checkpointing_steps": 2, **lora}
+    settings = {"learning_rate": 1e-2, "max_train_steps": 4, "checkpointing_steps": 2, "decay_to_base": 1.0, **lora}
     whole = tmp_path / "whole"
-    assert main(flags(output_dir=whole, decay_to_base=50.0, max_train_steps=4, **settings)) == 0
-    parts = tmp_path / "parts"
-    assert main(flags(output_dir=parts, decay_to_base=50.0, max_train_steps=2, **settings)) == 0
-    more = {"max_train_steps": 4, "resume_from_checkpoint": "latest"}
-    assert main(flags(output_dir=parts, decay_to_base=50.0, **settings, **more)) == 0
+    assert main(flags(output_dir=whole, **settings)) == 0
+    half = whole / "checkpoints/step-2"
+    assert main(flags(output_dir=tmp_path / "again", resume_from_checkpoint=half, **settings)) == 0
     kept = "lora/pytorch_lora_weights.safetensors" if lora else "pipeline/unet/*.safetensors"
-    files = [next(run.glob(kept)) for run in (whole, parts)]
-    weights, resumed = map(load_file, files)
+    weights, resumed = (load_file(next(run.glob(kept))) for run in (whole, tmp_path / "again"))
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
