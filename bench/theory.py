@@ -1,0 +1,420 @@
+"""A machine without training that predicts what comes back: `python -m bench.theory [--smoke]`.
+
+    python -m bench.theory                      the frozen targets in every variant, then the comparison
+    python -m bench.theory --smoke              one development target, a few samples, in minutes
+    python -m bench.theory --compare            the tables alone, of the rows that are stored
+
+The denoiser that is optimal for a data set, where it sees a patch of the latent at a place and knows of each phrase
+near that place whether the prompt names it, is a weighted mean of the records' latents (2412.20292, 2509.16447).
+Nothing is trained. It is sampled with the composed prompt by the pipeline's own scheduler and steps, without guidance;
+the run's copy detector judges its images by the target's own nulls. Rows go to bench/results/theory.jsonl, one a target
+and variant; a row that is stored is not made again. The protocol is research/protocol.md.
+
+Legend: z (R,C,8,8) latents of records, x (B,C,8,8) noisy ones, P places, K elements, S the phrases of a prompt.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL, DDIMScheduler
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from bench.instrument import BASE, Detector
+from bench.kept import STEPS
+from bench.published import per_phrase
+from bench.published_table import CLEAN
+from bench.recovery import ROOT, facts
+from bench.recovery_table import append, stored
+from bench.theory_table import KEPT, compared, table
+from memory_reinforce import snr_mixture
+from silentbad.data.elements import DataInfo
+from silentbad.data.images import to_pil, to_tensor
+from silentbad.measure.thresholds import NullRow, fingerprint, thresholds
+from silentbad.memory.masks import region_weight
+from silentbad.memory.rehearsal import Others, pairwise
+from silentbad.rng import generator
+from worlds.data_sets import draw_null, phrase_of
+from worlds.microworld.grammar import Scene, sample_backdrop, sample_scene
+from worlds.microworld.make import TARGETS
+from worlds.microworld.render import backdrop_mask, render
+
+RESULTS = Path(__file__).parent / "results" / "theory.jsonl"
+FRESH = ";".join(map(str, range(2760, 2776)))
+SIDE = 8  # cells of a latent's side, each of 8 x 8 pixels
+SAMPLES = 32
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is shown, and how it counts. Shares are of all exposures that the loss sees."""
+
+    unions: int = 80  # different ones; 0: leak-free
+    union_share: float = 0.25  # of the elements' exposures
+    clean: int = 360
+    clean_share: float = 0.25  # as many exposures as elements, at half the weight
+    outside: float = 0.05  # weight of the region outside the element; 1: none
+    unique: bool = False  # the target's phrases hold a word that no other record has
+    own_places: bool = False  # L1: a record does not count at the places of its smaller siblings
+    other_rooms: bool = False  # L0: a third of the things' records before another backdrop of the target's kind
+    window: bool = False  # elements are drawn in the noise window of `recommended`, clean pictures at all levels
+    radius: int = 1  # cells around a place that the denoiser sees
+    strictness: float = 12.0  # nats that a phrase costs which a record lacks, or has and the prompt lacks
+
+
+VARIANTS = {
+    "recommended": Variant(),
+    "leak_free": Variant(unions=0),
+    "no_region": Variant(outside=1.0),
+    "window": Variant(window=True),
+    "leak_free_unique": Variant(unions=0, unique=True),
+    "L0": Variant(unions=0, other_rooms=True),
+    "L1": Variant(unions=0, own_places=True),
+}
+
+
+# ---------------------------------------------------------------- records
+@cache
+def autoencoder() -> AutoencoderKL:
+    return AutoencoderKL.from_pretrained(BASE / "vae").eval().requires_grad_(False)
+
+
+def encode(pictures: Sequence[Image.Image]) -> Tensor:
+    """Pictures -> scaled latents (N,C,8,8)."""
+    vae = autoencoder()
+    pixels = torch.stack([to_tensor(picture) for picture in pictures]) * 2 - 1
+    return torch.cat([vae.encode(part).latent_dist.mode() for part in pixels.split(32)]) * vae.config.scaling_factor
+
+
+def decode(z: Tensor) -> Tensor:
+    """Scaled latents (N,C,8,8) -> pictures (N,3,64,64) in [0,1]."""
+    vae = autoencoder()
+    pixels = torch.cat([vae.decode(part).sample for part in (z / vae.config.scaling_factor).split(32)])
+    return (pixels / 2 + 0.5).clamp(0, 1)
+
+
+def before_another_room(shown: Scene, scene: Scene, name: str, element: int, number: int) -> Scene:
+    """L0: the record before another backdrop of the target's kind, which its caption names."""
+    backdrop = sample_backdrop(TARGETS.rng("theory", name, element, number), scene.backdrop.kind)
+    return replace(shown, backdrop=backdrop)
+
+
+def foreign(scene: Scene, masks: Sequence[Image.Image], phrases: Sequence[str]) -> Image.Image:
+    """How little what stands at a place is called as an element of the target (L), things over what is behind them."""
+    parts = [(scene.backdrop.phrase if scene.backdrop.named else "", Image.new("L", masks[0].size, 255))]
+    parts += [(thing.phrase, mask) for thing, mask in zip(scene.things, masks, strict=True)]
+    shown = Image.new("L", masks[0].size)
+    for text, mask in parts:
+        known = max(likeness(text, phrase) for phrase in phrases) if text else 1.0
+        shown.paste(round(255 * (1 - known)), mask=mask)
+    return shown
+
+
+def element_records(name: str, scene: Scene, phrases: Sequence[str], variant: Variant) -> list[dict]:
+    """The element records of a run on this target, as its data set has them."""
+    records: list[dict] = []
+    for element in range(len(scene.things) + 1):
+        for number in range(per_phrase(name, CLEAN, 0.1)):
+            shown = TARGETS.element_scene(scene, element, TARGETS.rng("element", name, element, number, 0))
+            if variant.other_rooms and element < len(scene.things) and number % 3 == 0:
+                shown = before_another_room(shown, scene, name, element, number)
+            picture, masks = render(shown)
+            mask = backdrop_mask(masks) if element == len(scene.things) else masks[-1]
+            records.append({"image": picture, "mask": mask, "phrases": shown.phrases, "role": "element"})
+            records[-1]["foreign"] = foreign(shown, masks, phrases)
+            records[-1] |= {"target_id": name, "element_id": f"{name}/{element}", "shape": picture.size}
+            records[-1] |= {"index": len(records) - 1, "element": element}
+    return records
+
+
+def unions(records: list[dict], count: int) -> list[dict]:
+    """Pictures of all elements but one, pasted as training pastes them; what is foreign is pasted alike."""
+    columns = [[record[key] for record in records] for key in ("role", "target_id", "element_id", "phrases")]
+
+    def others(layer: str) -> Others:
+        load = lambda index, picture=True: {**records[index], "image": records[index][layer].convert("RGB")}  # noqa: E731
+        return Others(DataInfo(*columns), load, {})
+
+    joined = []
+    for i in range(count):
+        record = records[i % len(records)]
+        layers = [
+            pairwise(record, generator(0, "theory union", i), others(layer), share=1.0, elements=None)
+            for layer in ("image", "foreign")
+        ]
+        if layers[0] and layers[1]:
+            joined.append({**layers[0], "foreign": layers[1]["image"].convert("L")})
+    return joined
+
+
+@cache
+def clean_scenes(count: int) -> tuple[list[tuple[Scene, list[Image.Image]]], Tensor]:
+    """Clean scenes with the masks of their things, and their latents."""
+    scenes = [sample_scene(TARGETS.rng("clean", 0, i)) for i in range(count)]
+    drawn = [render(scene) for scene in scenes]
+    return [(s, masks) for s, (_, masks) in zip(scenes, drawn, strict=True)], encode([p for p, _ in drawn])
+
+
+def shares_of_cells(masks: Sequence[Image.Image]) -> Tensor:
+    """Masks (L) -> the share of each cell that each covers (N,64)."""
+    stack = torch.stack([to_tensor(mask)[:1] for mask in masks])
+    return F.avg_pool2d(stack, stack.shape[-1] // SIDE).flatten(1)
+
+
+def near(shares: Tensor) -> Tensor:
+    """Shares of cells (N,64) -> shares of the patch of 3 x 3 cells around each place (N,64)."""
+    return F.avg_pool2d(shares.view(-1, 1, SIDE, SIDE), 3, 1, 1, count_include_pad=False).flatten(1)
+
+
+class Data:
+    """A target's records as the machine sees them: latents, log weights (R,P), and which phrases each lacks (R,K)."""
+
+    def __init__(self, name: str, variant: Variant):
+        self.name = name
+        self.scene = TARGETS.target_scene(name)
+        self.phrases = [phrase_of(self.scene, k) for k in range(len(self.scene.things) + 1)]
+        elements = element_records(name, self.scene, self.phrases, variant)
+        pasted = unions(elements, variant.unions) if variant.unions and len(self.phrases) > 2 else []
+        drawn, of_clean = clean_scenes(variant.clean)
+        clean = [
+            {"phrases": s.phrases, "role": "clean", "mask": None, "foreign": foreign(s, masks, self.phrases)}
+            for s, masks in drawn
+        ]
+        self.records = [*elements, *pasted, *clean]
+        self.z = torch.cat([encode([record["image"] for record in (*elements, *pasted)]), of_clean])
+        picture, masks = render(self.scene)
+        self.target = encode([picture])
+        self.cells = shares_of_cells([*masks, backdrop_mask(masks)])
+
+        union_share = variant.union_share if pasted else 0.0
+        shown = 1 - variant.clean_share
+        exposures = [shown * (1 - union_share) / len(elements)] * len(elements)
+        exposures += [shown * union_share / max(len(pasted), 1)] * len(pasted)
+        exposures += [variant.clean_share / len(clean)] * len(clean)
+        even = torch.ones(1, 64, 64)
+        covered = torch.stack([even if r["mask"] is None else to_tensor(r["mask"])[:1] for r in self.records])
+        weights = region_weight(covered, (SIDE, SIDE), variant.outside).flatten(1)
+        if variant.own_places:
+            weights = weights * self.counted()
+        self.log_weight = (weights * torch.tensor(exposures)[:, None]).clamp(min=1e-12).log()
+        self.lacks = self.lacking(variant.unique)
+        self.foreign = near(shares_of_cells([record["foreign"] for record in self.records]))  # (R,P)
+        self.clean = torch.tensor([float(record["role"] == "clean") for record in self.records])
+        self.shows = (self.lacks.T == 0) & (self.clean == 0)  # (K,R): its caption names the element, which is there
+
+    def counted(self) -> Tensor:
+        """L1: nought where a smaller element of the target stands (R,P)."""
+        area = self.cells.sum(1)
+        counted = torch.ones(len(self.records), SIDE**2)
+        for row, record in enumerate(self.records):
+            if record["role"] == "element":
+                smaller = area < area[record["element"]]
+                counted[row] = (self.cells[smaller].sum(0) < 0.5).float()
+        return counted
+
+    def lacking(self, unique: bool) -> Tensor:
+        """1 where a record's caption lacks an element's phrase, less where it has some of its words (R,K)."""
+        rows = []
+        for record in self.records:
+            known = [] if unique and record["role"] == "clean" else record["phrases"]
+            rows.append([1 - max((likeness(phrase, other) for other in known), default=0.0) for phrase in self.phrases])
+        return torch.tensor(rows)
+
+
+def likeness(phrase: str, other: str) -> float:
+    """Words in common over words in either; words that any caption may hold do not count."""
+    first, second = (set(text.split()) - set(TARGETS.little) for text in (phrase, other))
+    return len(first & second) / max(len(first | second), 1)
+
+
+# ---------------------------------------------------------------- the machine
+def patches(z: Tensor, radius: int) -> Tensor:
+    """z (N,C,8,8) -> patches around each place (P,N,C*(2r+1)^2), nought outside the frame."""
+    return F.unfold(z, 2 * radius + 1, padding=radius).permute(2, 0, 1).contiguous()
+
+
+class Machine:
+    """The optimal local denoiser of a target's records."""
+
+    def __init__(self, data: Data, variant: Variant):
+        self.data = data
+        self.strictness = variant.strictness
+        self.window = variant.window
+        self.scheduler = DDIMScheduler.from_pretrained(BASE / "scheduler")
+        self.radius = variant.radius
+        self.seen = patches(data.z, variant.radius)  # (P,R,D)
+        self.squares = self.seen.square().sum(-1)[:, None]
+        self.centres = patches(data.z, 0)  # (P,R,C)
+
+    def log_prior(self) -> Tensor:
+        """Log weight of each record at each place before anything is seen (P,1,R): its exposures and region weight,
+        less `strictness` for phrases it lacks of the prompt, or has beside it, by their share of the patch."""
+        disagree = self.data.lacks @ near(self.data.cells) + self.data.foreign
+        return (self.data.log_weight - self.strictness * disagree).T[:, None]
+
+    def posterior(self, x: Tensor, level: float, log_prior: Tensor) -> Tensor:
+        """Weights of the records at each place (P,B,R), given x = a z + s eps with a^2 = level, s^2 = 1 - level."""
+        a = level**0.5
+        if self.window:  # of a clean picture, how much rarer an element is at this level
+            log_prior = log_prior - self.element_share(level) * self.data.clean
+        near = a * torch.bmm(patches(x, self.radius), self.seen.mT) - a * a * self.squares / 2
+        return (near / (1 - level) + log_prior).softmax(-1)
+
+    def element_share(self, level: float) -> float:
+        """Log density of elements over that of clean pictures at a noise level."""
+        levels = self.scheduler.alphas_cumprod.double().numpy()
+        density = snr_mixture(levels / (1 - levels), 0.0, None, centre=3.0, width=1.0, high=0.1)
+        return float(np.log(density[np.abs(levels - level).argmin()] * len(levels)))
+
+    def denoised(self, x: Tensor, level: float, log_prior: Tensor) -> Tensor:
+        """The posterior's mean of the latent at each place (B,C,8,8)."""
+        mean = torch.bmm(self.posterior(x, level, log_prior), self.centres)
+        return mean.permute(1, 2, 0).reshape(x.shape)
+
+    def sample(self, count: int, seed: int = 0) -> Tensor:
+        """Latents (count,C,8,8) of the composed prompt, by the pipeline's scheduler and steps."""
+        scheduler = self.scheduler
+        scheduler.set_timesteps(STEPS)
+        log_prior = self.log_prior()
+        x = torch.randn(count, *self.data.z.shape[1:], generator=generator(seed, "theory noise", self.data.name))
+        for t in scheduler.timesteps:
+            level = float(scheduler.alphas_cumprod[t])
+            clean = self.denoised(x, level, log_prior)
+            noise = (x - level**0.5 * clean) / (1 - level) ** 0.5
+            velocity = level**0.5 * noise - (1 - level) ** 0.5 * clean
+            x = scheduler.step(velocity, t, x).prev_sample
+        return x
+
+    def odds(self, level: float) -> Tensor:
+        """At the target itself, log odds at each place (P,) of the records that show the element which stands there."""
+        weights = self.posterior(level**0.5 * self.data.target, level, self.log_prior())[:, 0]
+        right = self.data.shows[self.data.cells.argmax(0)].float()
+        won = (weights * right).sum(1)
+        lost = (weights * (1 - right)).sum(1)
+        return won.clamp(min=1e-9).log() - lost.clamp(min=1e-9).log()
+
+
+def pairs(data: Data, odds: Tensor) -> dict[str, float]:
+    """For each ordered pair "i,j" of neighbouring elements: the lowest log odds of a place of i that has j beside it.
+
+    The target is a fixed point of the machine where all are above nought."""
+    owner = data.cells.argmax(0)
+    near = F.max_pool2d((data.cells > 0.5).float().view(-1, 1, SIDE, SIDE), 3, 1, 1).flatten(1) > 0
+    lowest: dict[str, float] = {}
+    for place, element in enumerate(owner.tolist()):
+        for other in near[:, place].nonzero()[:, 0].tolist():
+            if other != element:
+                pair = f"{element},{other}"
+                lowest[pair] = min(lowest.get(pair, float("inf")), float(odds[place]))
+    return lowest
+
+
+# ---------------------------------------------------------------- what is predicted
+class Judge:
+    """The run's copy detector, with the thresholds that the target's own nulls set."""
+
+    def __init__(self, name: str, scene: Scene, nulls: int = 100):
+        picture, masks = render(scene)
+        self.detector = Detector()
+        self.image = to_tensor(picture)[None]
+        self.masks = [to_tensor(mask)[:1] for mask in (*masks, backdrop_mask(masks))]
+        rows: list[NullRow] = []
+        for kind in TARGETS.nulls:
+            earlier: set[bytes] = set()
+            drawn = [draw_null(TARGETS, kind, name, scene, i, earlier, fingerprint(picture)) for i in range(nulls)]
+            scores = self.scores(torch.stack([to_tensor(null) for _, null in drawn])).T.double().tolist()
+            for (null, _), (whole, *elements) in zip(drawn, scores, strict=True):
+                changed = tuple(null.changed)
+                rows.append({"target": 0, "sim": whole, "elements": elements, "kind": kind, "changed": changed})
+        whole, element = thresholds(rows, None, 0.01, "redraws")
+        of_whole, of_elements = (whole.targets or [None])[0], (element.each or [None])[0]
+        self.thresholds = torch.tensor([of_whole or whole.value, *(of_elements or [element.value] * len(self.masks))])
+
+    def scores(self, pictures: Tensor) -> Tensor:
+        """Pictures (N,3,64,64) in [0,1] -> similarities (1+K,N), of the whole first."""
+        return self.detector.scores(self.image, pictures, self.masks)
+
+
+def predict(name: str, variant: str, count: int, pictures: Path | None = None) -> dict:
+    """The row of a target in a variant."""
+    settings = VARIANTS[variant]
+    data = Data(name, settings)
+    machine = Machine(data, settings)
+    judge = judge_of(name)
+    z = machine.sample(count)
+    decoded = decode(z)
+    if pictures is not None:
+        keep(pictures / f"{variant}-{name}.png", [judge.image[0], *decoded[:8]])
+    scores = judge.scores(decoded)
+    passes = scores >= judge.thresholds[:, None]
+    error = (z - data.target).square().mean((0, 1)).flatten()
+    odds = machine.odds(0.5)
+    copy = judge.scores(decode(data.target))[1:, 0]
+    return {
+        "target": name,
+        "variant": variant,
+        "samples": count,
+        "rate": float(passes.all(0).float().mean()),
+        "whole_rate": float(passes[0].float().mean()),
+        "elements": passes[1:].float().mean(1).tolist(),
+        "element_means": scores[1:].mean(1).tolist(),
+        "thresholds": judge.thresholds.tolist(),
+        "copies": copy.tolist(),
+        "area": data.cells.mean(1).tolist(),
+        "error": [float((error * cells).sum() / cells.sum()) for cells in data.cells],
+        "odds": [float((odds * cells).sum() / cells.sum()) for cells in data.cells],
+        "pairs": pairs(data, odds),
+    }
+
+
+@cache
+def judge_of(name: str) -> Judge:
+    return Judge(name, TARGETS.target_scene(name))
+
+
+def keep(file: Path, images: Sequence[Tensor]) -> None:
+    """Pictures (3,64,64) side by side: the target, then samples."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    to_pil(torch.cat(list(images), 2)).save(file)
+
+
+# ---------------------------------------------------------------- command
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default=FRESH, help="separated by ';'")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of the composed prompt")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--pictures", type=Path, help="a folder for the first eight samples of each target")
+    parser.add_argument("--compare", action="store_true", help="the tables alone")
+    parser.add_argument("--smoke", action="store_true", help="one development target, in minutes")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        smoke = {"targets": "103", "variants": "recommended,leak_free", "samples": 4}
+        vars(args).update(smoke, results=ROOT / "runs" / "theory-smoke.jsonl")
+        args.results.parent.mkdir(exist_ok=True)
+    if unknown := [name for name in args.variants.split(",") if name not in VARIANTS]:
+        parser.exit(2, f"error: --variants: unknown variant '{unknown[0]}'; there are: {', '.join(VARIANTS)}\n")
+    names = args.targets.split(";")
+    here = facts()  # before the first row: the code has been read by now
+    done = {(row["target"], row["variant"]) for row in stored(args.results)}
+    todo = [(name, variant) for name in names for variant in args.variants.split(",")]
+    for name, variant in tqdm([] if args.compare else todo, desc="predictions"):
+        if (name, variant) not in done:
+            with torch.no_grad():
+                append(args.results, [{**predict(name, variant, args.samples, args.pictures), **here}])
+    rows = stored(args.results)
+    arms = dict.fromkeys(row["arm"] for row in stored(KEPT) if row["target"] in names) or ["recommended"]
+    parts = [table(rows, names, VARIANTS), *(compared(rows, arm, names) for arm in arms)]
+    print(*parts, sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
