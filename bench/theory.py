@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from bench.instrument import BASE, Detector
+from bench.instrument import BASE, Detector, Target, by_kind, rows_of
 from bench.kept import STEPS
 from bench.published import per_phrase
 from bench.published_table import CLEAN
@@ -37,7 +37,7 @@ from bench.theory_table import KEPT, compared, table
 from memory_reinforce import snr_mixture
 from silentbad.data.elements import DataInfo
 from silentbad.data.images import to_pil, to_tensor
-from silentbad.measure.thresholds import NullRow, fingerprint, thresholds
+from silentbad.measure.thresholds import fingerprint
 from silentbad.memory.masks import region_weight
 from silentbad.memory.rehearsal import Others, pairwise
 from silentbad.rng import generator
@@ -50,6 +50,7 @@ RESULTS = Path(__file__).parent / "results" / "theory.jsonl"
 FRESH = ";".join(map(str, range(2760, 2776)))
 SIDE = 8  # cells of a latent's side, each of 8 x 8 pixels
 SAMPLES = 32
+NULLS = 100  # of each kind, as the data sets of bench/kept.py have them
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,6 @@ class Variant:
     own_places: bool = False  # L1: a record does not count at the places of its smaller siblings
     other_rooms: bool = False  # L0: a third of the things' records before another backdrop of the target's kind
     window: bool = False  # elements are drawn in the noise window of `recommended`, clean pictures at all levels
-    radius: int = 1  # cells around a place that the denoiser sees
     strictness: float = 12.0  # nats that a phrase costs which a record lacks, or has and the prompt lacks
 
 
@@ -100,12 +100,6 @@ def decode(z: Tensor) -> Tensor:
     return (pixels / 2 + 0.5).clamp(0, 1)
 
 
-def before_another_room(shown: Scene, scene: Scene, name: str, element: int, number: int) -> Scene:
-    """L0: the record before another backdrop of the target's kind, which its caption names."""
-    backdrop = sample_backdrop(TARGETS.rng("theory", name, element, number), scene.backdrop.kind)
-    return replace(shown, backdrop=backdrop)
-
-
 def foreign(scene: Scene, masks: Sequence[Image.Image], phrases: Sequence[str]) -> Image.Image:
     """How little what stands at a place is called as an element of the target (L), things over what is behind them."""
     parts = [(scene.backdrop.phrase if scene.backdrop.named else "", Image.new("L", masks[0].size, 255))]
@@ -117,25 +111,36 @@ def foreign(scene: Scene, masks: Sequence[Image.Image], phrases: Sequence[str]) 
     return shown
 
 
-def element_records(name: str, scene: Scene, phrases: Sequence[str], variant: Variant) -> list[dict]:
-    """The element records of a run on this target, as its data set has them."""
+def phrases_of(name: str) -> list[str]:
+    """Of a target's elements, the backdrop's last."""
+    scene = TARGETS.target_scene(name)
+    return [phrase_of(scene, k) for k in range(len(scene.things) + 1)]
+
+
+@cache
+def element_records(name: str, other_rooms: bool) -> tuple[list[dict], Tensor]:
+    """The element records of a run on this target, as its data set has them, and their latents. With `other_rooms` a
+    third of the things are before another backdrop of the target's kind, which the caption names."""
+    scene = TARGETS.target_scene(name)
     records: list[dict] = []
     for element in range(len(scene.things) + 1):
         for number in range(per_phrase(name, CLEAN, 0.1)):
             shown = TARGETS.element_scene(scene, element, TARGETS.rng("element", name, element, number, 0))
-            if variant.other_rooms and element < len(scene.things) and number % 3 == 0:
-                shown = before_another_room(shown, scene, name, element, number)
+            if other_rooms and element < len(scene.things) and number % 3 == 0:
+                another = sample_backdrop(TARGETS.rng("theory", name, element, number), scene.backdrop.kind)
+                shown = replace(shown, backdrop=another)
             picture, masks = render(shown)
             mask = backdrop_mask(masks) if element == len(scene.things) else masks[-1]
-            records.append({"image": picture, "mask": mask, "phrases": shown.phrases, "role": "element"})
-            records[-1]["foreign"] = foreign(shown, masks, phrases)
-            records[-1] |= {"target_id": name, "element_id": f"{name}/{element}", "shape": picture.size}
-            records[-1] |= {"index": len(records) - 1, "element": element}
-    return records
+            record = {"image": picture, "mask": mask, "foreign": foreign(shown, masks, phrases_of(name))}
+            record |= {"phrases": shown.phrases, "role": "element", "target_id": name, "element": element}
+            records.append({**record, "element_id": f"{name}/{element}", "shape": picture.size, "index": len(records)})
+    return records, encode([record["image"] for record in records])
 
 
-def unions(records: list[dict], count: int) -> list[dict]:
-    """Pictures of all elements but one, pasted as training pastes them; what is foreign is pasted alike."""
+@cache
+def unions(name: str, count: int) -> tuple[list[dict], Tensor]:
+    """Pictures of all elements but one, pasted as training pastes them, and their latents; `foreign` alike."""
+    records = element_records(name, other_rooms=False)[0]
     columns = [[record[key] for record in records] for key in ("role", "target_id", "element_id", "phrases")]
 
     def others(layer: str) -> Others:
@@ -151,7 +156,7 @@ def unions(records: list[dict], count: int) -> list[dict]:
         ]
         if layers[0] and layers[1]:
             joined.append({**layers[0], "foreign": layers[1]["image"].convert("L")})
-    return joined
+    return joined, encode([union["image"] for union in joined])
 
 
 @cache
@@ -174,32 +179,30 @@ def near(shares: Tensor) -> Tensor:
 
 
 class Data:
-    """A target's records as the machine sees them: latents, log weights (R,P), and which phrases each lacks (R,K)."""
+    """A target's records: latents, log weights (R,P), what each lacks of the prompt (R,K) and has beside it (R,P)."""
 
     def __init__(self, name: str, variant: Variant):
         self.name = name
-        self.scene = TARGETS.target_scene(name)
-        self.phrases = [phrase_of(self.scene, k) for k in range(len(self.scene.things) + 1)]
-        elements = element_records(name, self.scene, self.phrases, variant)
-        pasted = unions(elements, variant.unions) if variant.unions and len(self.phrases) > 2 else []
-        drawn, of_clean = clean_scenes(variant.clean)
+        self.phrases = phrases_of(name)
+        elements, z_elements = element_records(name, variant.other_rooms)
+        pasted, z_unions = unions(name, variant.unions) if variant.unions else ([], z_elements[:0])
+        drawn, z_clean = clean_scenes(variant.clean)
         clean = [
             {"phrases": s.phrases, "role": "clean", "mask": None, "foreign": foreign(s, masks, self.phrases)}
             for s, masks in drawn
         ]
         self.records = [*elements, *pasted, *clean]
-        self.z = torch.cat([encode([record["image"] for record in (*elements, *pasted)]), of_clean])
-        picture, masks = render(self.scene)
+        self.z = torch.cat([z_elements, z_unions, z_clean])
+        picture, masks = render(TARGETS.target_scene(name))
         self.target = encode([picture])
         self.cells = shares_of_cells([*masks, backdrop_mask(masks)])
 
-        union_share = variant.union_share if pasted else 0.0
-        shown = 1 - variant.clean_share
-        exposures = [shown * (1 - union_share) / len(elements)] * len(elements)
-        exposures += [shown * union_share / max(len(pasted), 1)] * len(pasted)
-        exposures += [variant.clean_share / len(clean)] * len(clean)
-        even = torch.ones(1, 64, 64)
-        covered = torch.stack([even if r["mask"] is None else to_tensor(r["mask"])[:1] for r in self.records])
+        of_unions = (1 - variant.clean_share) * variant.union_share * bool(pasted)
+        shares = (1 - variant.clean_share - of_unions, of_unions, variant.clean_share)
+        of_roles = zip(shares, (elements, pasted, clean), strict=True)
+        exposures = [share / len(of_role) for share, of_role in of_roles for _ in of_role]
+        everywhere = Image.new("L", (64, 64), 255)
+        covered = torch.stack([to_tensor(record["mask"] or everywhere)[:1] for record in self.records])
         weights = region_weight(covered, (SIDE, SIDE), variant.outside).flatten(1)
         if variant.own_places:
             weights = weights * self.counted()
@@ -207,16 +210,16 @@ class Data:
         self.lacks = self.lacking(variant.unique)
         self.foreign = near(shares_of_cells([record["foreign"] for record in self.records]))  # (R,P)
         self.clean = torch.tensor([float(record["role"] == "clean") for record in self.records])
-        self.shows = (self.lacks.T == 0) & (self.clean == 0)  # (K,R): its caption names the element, which is there
+        self.shows = (self.lacks.T == 0) & (self.clean == 0)  # (K,R): the element itself is there
 
     def counted(self) -> Tensor:
         """L1: nought where a smaller element of the target stands (R,P)."""
         area = self.cells.sum(1)
+        covered = torch.stack([self.cells[area < mine].sum(0) for mine in area])  # by smaller elements (K,P)
         counted = torch.ones(len(self.records), SIDE**2)
         for row, record in enumerate(self.records):
             if record["role"] == "element":
-                smaller = area < area[record["element"]]
-                counted[row] = (self.cells[smaller].sum(0) < 0.5).float()
+                counted[row] = (covered[record["element"]] < 0.5).float()
         return counted
 
     def lacking(self, unique: bool) -> Tensor:
@@ -245,11 +248,9 @@ class Machine:
 
     def __init__(self, data: Data, variant: Variant):
         self.data = data
-        self.strictness = variant.strictness
-        self.window = variant.window
+        self.variant = variant
         self.scheduler = DDIMScheduler.from_pretrained(BASE / "scheduler")
-        self.radius = variant.radius
-        self.seen = patches(data.z, variant.radius)  # (P,R,D)
+        self.seen = patches(data.z, 1)  # (P,R,D)
         self.squares = self.seen.square().sum(-1)[:, None]
         self.centres = patches(data.z, 0)  # (P,R,C)
 
@@ -257,15 +258,15 @@ class Machine:
         """Log weight of each record at each place before anything is seen (P,1,R): its exposures and region weight,
         less `strictness` for phrases it lacks of the prompt, or has beside it, by their share of the patch."""
         disagree = self.data.lacks @ near(self.data.cells) + self.data.foreign
-        return (self.data.log_weight - self.strictness * disagree).T[:, None]
+        return (self.data.log_weight - self.variant.strictness * disagree).T[:, None]
 
     def posterior(self, x: Tensor, level: float, log_prior: Tensor) -> Tensor:
         """Weights of the records at each place (P,B,R), given x = a z + s eps with a^2 = level, s^2 = 1 - level."""
         a = level**0.5
-        if self.window:  # of a clean picture, how much rarer an element is at this level
+        if self.variant.window:  # of a clean picture, how much rarer an element is at this level
             log_prior = log_prior - self.element_share(level) * self.data.clean
-        near = a * torch.bmm(patches(x, self.radius), self.seen.mT) - a * a * self.squares / 2
-        return (near / (1 - level) + log_prior).softmax(-1)
+        likelihood = a * torch.bmm(patches(x, 1), self.seen.mT) - a * a * self.squares / 2
+        return (likelihood / (1 - level) + log_prior).softmax(-1)
 
     def element_share(self, level: float) -> float:
         """Log density of elements over that of clean pictures at a noise level."""
@@ -273,32 +274,26 @@ class Machine:
         density = snr_mixture(levels / (1 - levels), 0.0, None, centre=3.0, width=1.0, high=0.1)
         return float(np.log(density[np.abs(levels - level).argmin()] * len(levels)))
 
-    def denoised(self, x: Tensor, level: float, log_prior: Tensor) -> Tensor:
-        """The posterior's mean of the latent at each place (B,C,8,8)."""
-        mean = torch.bmm(self.posterior(x, level, log_prior), self.centres)
-        return mean.permute(1, 2, 0).reshape(x.shape)
-
     def sample(self, count: int, seed: int = 0) -> Tensor:
         """Latents (count,C,8,8) of the composed prompt, by the pipeline's scheduler and steps."""
-        scheduler = self.scheduler
-        scheduler.set_timesteps(STEPS)
+        self.scheduler.set_timesteps(STEPS)
         log_prior = self.log_prior()
         x = torch.randn(count, *self.data.z.shape[1:], generator=generator(seed, "theory noise", self.data.name))
-        for t in scheduler.timesteps:
-            level = float(scheduler.alphas_cumprod[t])
-            clean = self.denoised(x, level, log_prior)
+        for t in self.scheduler.timesteps:
+            level = float(self.scheduler.alphas_cumprod[t])
+            mean = torch.bmm(self.posterior(x, level, log_prior), self.centres)  # of the latent at each place (P,B,C)
+            clean = mean.permute(1, 2, 0).reshape(x.shape)
             noise = (x - level**0.5 * clean) / (1 - level) ** 0.5
             velocity = level**0.5 * noise - (1 - level) ** 0.5 * clean
-            x = scheduler.step(velocity, t, x).prev_sample
+            x = self.scheduler.step(velocity, t, x).prev_sample
         return x
 
     def odds(self, level: float) -> Tensor:
         """At the target itself, log odds at each place (P,) of the records that show the element which stands there."""
         weights = self.posterior(level**0.5 * self.data.target, level, self.log_prior())[:, 0]
         right = self.data.shows[self.data.cells.argmax(0)].float()
-        won = (weights * right).sum(1)
-        lost = (weights * (1 - right)).sum(1)
-        return won.clamp(min=1e-9).log() - lost.clamp(min=1e-9).log()
+        won, lost = ((weights * part).sum(1).clamp(min=1e-9).log() for part in (right, 1 - right))
+        return won - lost
 
 
 def pairs(data: Data, odds: Tensor) -> dict[str, float]:
@@ -320,43 +315,42 @@ def pairs(data: Data, odds: Tensor) -> dict[str, float]:
 class Judge:
     """The run's copy detector, with the thresholds that the target's own nulls set."""
 
-    def __init__(self, name: str, scene: Scene, nulls: int = 100):
-        picture, masks = render(scene)
+    def __init__(self, name: str):
+        self.target = Target(name)
         self.detector = Detector()
-        self.image = to_tensor(picture)[None]
-        self.masks = [to_tensor(mask)[:1] for mask in (*masks, backdrop_mask(masks))]
-        rows: list[NullRow] = []
+        own = fingerprint(render(self.target.scene)[0])
+        rows = {}
         for kind in TARGETS.nulls:
             earlier: set[bytes] = set()
-            drawn = [draw_null(TARGETS, kind, name, scene, i, earlier, fingerprint(picture)) for i in range(nulls)]
-            scores = self.scores(torch.stack([to_tensor(null) for _, null in drawn])).T.double().tolist()
-            for (null, _), (whole, *elements) in zip(drawn, scores, strict=True):
-                changed = tuple(null.changed)
-                rows.append({"target": 0, "sim": whole, "elements": elements, "kind": kind, "changed": changed})
-        whole, element = thresholds(rows, None, 0.01, "redraws")
-        of_whole, of_elements = (whole.targets or [None])[0], (element.each or [None])[0]
-        self.thresholds = torch.tensor([of_whole or whole.value, *(of_elements or [element.value] * len(self.masks))])
+            drawn = [draw_null(TARGETS, kind, name, self.target.scene, i, earlier, own) for i in range(NULLS)]
+            pictures = torch.stack([to_tensor(picture) for _, picture in drawn])
+            rows[kind] = rows_of(self.detector, self.target, pictures, [null.changed for null, _ in drawn])
+        whole, elements = by_kind(rows)
+        self.thresholds = torch.tensor([whole, *elements])
 
     def scores(self, pictures: Tensor) -> Tensor:
         """Pictures (N,3,64,64) in [0,1] -> similarities (1+K,N), of the whole first."""
-        return self.detector.scores(self.image, pictures, self.masks)
+        return self.detector.scores(self.target.image, pictures, self.target.masks)
 
 
+judge_of = cache(Judge)
+
+
+@torch.no_grad()
 def predict(name: str, variant: str, count: int, pictures: Path | None = None) -> dict:
     """The row of a target in a variant."""
     settings = VARIANTS[variant]
+    judge = judge_of(name)
     data = Data(name, settings)
     machine = Machine(data, settings)
-    judge = judge_of(name)
     z = machine.sample(count)
     decoded = decode(z)
-    if pictures is not None:
-        keep(pictures / f"{variant}-{name}.png", [judge.image[0], *decoded[:8]])
     scores = judge.scores(decoded)
+    if pictures is not None:
+        to_pil(torch.cat([judge.target.image[0], *decoded[:8]], 2)).save(pictures / f"{variant}-{name}.png")
     passes = scores >= judge.thresholds[:, None]
     error = (z - data.target).square().mean((0, 1)).flatten()
     odds = machine.odds(0.5)
-    copy = judge.scores(decode(data.target))[1:, 0]
     return {
         "target": name,
         "variant": variant,
@@ -366,23 +360,12 @@ def predict(name: str, variant: str, count: int, pictures: Path | None = None) -
         "elements": passes[1:].float().mean(1).tolist(),
         "element_means": scores[1:].mean(1).tolist(),
         "thresholds": judge.thresholds.tolist(),
-        "copies": copy.tolist(),
+        "copies": judge.scores(decode(data.target))[1:, 0].tolist(),
         "area": data.cells.mean(1).tolist(),
         "error": [float((error * cells).sum() / cells.sum()) for cells in data.cells],
         "odds": [float((odds * cells).sum() / cells.sum()) for cells in data.cells],
         "pairs": pairs(data, odds),
     }
-
-
-@cache
-def judge_of(name: str) -> Judge:
-    return Judge(name, TARGETS.target_scene(name))
-
-
-def keep(file: Path, images: Sequence[Tensor]) -> None:
-    """Pictures (3,64,64) side by side: the target, then samples."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    to_pil(torch.cat(list(images), 2)).save(file)
 
 
 # ---------------------------------------------------------------- command
@@ -405,15 +388,12 @@ def main(argv: list[str] | None = None) -> None:
     names = args.targets.split(";")
     here = facts()  # before the first row: the code has been read by now
     done = {(row["target"], row["variant"]) for row in stored(args.results)}
-    todo = [(name, variant) for name in names for variant in args.variants.split(",")]
-    for name, variant in tqdm([] if args.compare else todo, desc="predictions"):
-        if (name, variant) not in done:
-            with torch.no_grad():
-                append(args.results, [{**predict(name, variant, args.samples, args.pictures), **here}])
+    asked = [(name, variant) for name in names for variant in args.variants.split(",")]
+    for run in tqdm([run for run in asked if run not in done and not args.compare], desc="predictions"):
+        append(args.results, [{**predict(*run, args.samples, args.pictures), **here}])
     rows = stored(args.results)
     arms = dict.fromkeys(row["arm"] for row in stored(KEPT) if row["target"] in names) or ["recommended"]
-    parts = [table(rows, names, VARIANTS), *(compared(rows, arm, names) for arm in arms)]
-    print(*parts, sep="\n\n")
+    print(table(rows, names, VARIANTS), *(compared(rows, arm, names) for arm in arms), sep="\n\n")
 
 
 if __name__ == "__main__":
