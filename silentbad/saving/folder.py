@@ -23,10 +23,10 @@ from silentbad.device import device_name
 from silentbad.errors import UserError, writing
 from silentbad.files import from_json, read_json, replace_text
 from silentbad.saving import checkpoint
+from silentbad.settings.check import check_output, runs_files
 from silentbad.settings.reader import dumped
-from silentbad.settings.train import REPLACED, WRITTEN, TrainConfig
+from silentbad.settings.train import KIND, WRITTEN, TrainConfig
 
-KIND = "training"  # of folder, beside audits and what else this program makes
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 
 
@@ -96,11 +96,7 @@ class RunFolder:
 
         A run that was killed before its first checkpoint holds nothing to keep: resuming it starts
         it anew."""
-        config = self.config
-        logs = () if config.report_to == "none" else Path(config.logging_dir).parts[:1]
-        owned.refuse_foreign(self.path, KIND, (*WRITTEN, *REPLACED, *logs))
-        signs = (self.metrics, self.checkpoints, self.pipeline, self.path / "validation.json")
-        held = [path for path in signs if path.exists()]
+        check_output(self.config)
         timings = self.path / "timings.jsonl"
         has_saved = timings.is_file() and f'"{SAVED}"' in timings.read_text(errors="replace")
         if resuming and (self.pipeline.exists() or checkpoint.steps(self.checkpoints) or has_saved):
@@ -109,13 +105,7 @@ class RunFolder:
                 f"bring back {self.checkpoints}, delete the run with --overwrite_output_dir, or "
                 f"choose another folder"
             )
-        if held and not resuming and not config.overwrite_output_dir:
-            raise UserError(
-                f"output_dir {self.path}: holds a run already ({held[0].name}); resume it with "
-                "--resume_from_checkpoint latest, delete it with --overwrite_output_dir, or "
-                "choose another folder"
-            )
-        self.outdated = WRITTEN if held else ()
+        self.outdated = WRITTEN if runs_files(self.config) else ()
 
     def open(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         """Make the folder, delete the run it replaces, and write what this one is."""

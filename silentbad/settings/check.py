@@ -18,7 +18,7 @@ from silentbad.settings.memory import check_memory
 from silentbad.settings.optimizer_facts import check_optimizer, read_optimizer
 from silentbad.settings.registries import from_source, options_at
 from silentbad.settings.rules import FACTS, Facts, check_rules, meanings, put
-from silentbad.settings.train import REPLACED, WRITTEN, TrainConfig
+from silentbad.settings.train import KIND, REPLACED, WRITTEN, TrainConfig
 from silentbad.settings.types import check_values
 from silentbad.settings.validation import check_files, target_file
 
@@ -149,6 +149,31 @@ def check_inputs(config: TrainConfig) -> None:
             raise UserError(
                 f"resume_from_checkpoint {asked}: no such folder; give a step-N folder, or latest"
             )
+    # a resume is judged by its checkpoints, a stamped folder is new
+    if not (asked or config.stamp_output_dir or config.print_groups):
+        check_output(config)
+
+
+def check_output(config: TrainConfig) -> None:
+    """Refuse an output folder that holds a run, unless that is to be resumed or overwritten, and one
+    that holds what no run wrote."""
+    folder = Path(config.output_dir)
+    logs = () if config.report_to == "none" else Path(config.logging_dir).parts[:1]
+    owned.refuse_foreign(folder, KIND, (*WRITTEN, *REPLACED, *logs))
+    held = runs_files(config)
+    if held and not (config.resume_from_checkpoint or config.overwrite_output_dir):
+        raise UserError(
+            f"output_dir {folder}: holds a run already ({held[0].name}); resume it with "
+            "--resume_from_checkpoint latest, delete it with --overwrite_output_dir, or "
+            "choose another folder"
+        )
+
+
+def runs_files(config: TrainConfig) -> list[Path]:
+    """The files of an earlier run in the output folder, by which it is recognised."""
+    pipeline = "pipeline" if config.lora.rank is None else "lora"
+    names = ("metrics.jsonl", "checkpoints", pipeline, "validation.json")
+    return [path for name in names if (path := Path(config.output_dir) / name).exists()]
 
 
 def with_base(config: TrainConfig) -> TrainConfig:

@@ -42,6 +42,7 @@ Interpolation = Literal[
     "bilinear", "bicubic", "nearest", "nearest-exact", "nearest_exact", "box", "hamming", "lanczos"
 ]
 SCHEDULED = "lr_scheduler=constant_with_warmup|linear|cosine|cosine_with_restarts|polynomial"
+KIND = "training"  # of an output folder, beside audits and what else this program makes
 WRITTEN = (  # by a run into output_dir; deleted where a run is overwritten
     "checkpoints",
     "pipeline",

@@ -18,6 +18,7 @@ from silentbad.loop import optimizers
 from silentbad.measure.embedders import EMBEDDERS
 from silentbad.memory.timesteps import SEQUENCES
 from silentbad.model.averaging import keeps_average
+from silentbad.owned import MARKER
 from silentbad.settings import check
 from silentbad.settings.guard import ADVICE
 from silentbad.settings.optimizer_facts import read_optimizer
@@ -75,6 +76,11 @@ MISSING = {  # (what reads the words, the words) -> the line
     "(command line): no folder a/b/c",
     ("train", f"{DATA} {CONTROL}.name prior {CONTROL}.options.table nowhere"): TABLE,
     ("train", f"{DATA} {COPIED}"): TABLE,
+    ("train", f"{DATA} --output_dir trained"): "output_dir trained: holds a run already "
+    "(metrics.jsonl); resume it with --resume_from_checkpoint latest, delete it with --overwrite_output_dir, or choose "
+    "another folder",
+    ("train", f"{DATA} --output_dir run"): "output_dir run: holds validation.json, which no training "
+    "wrote; choose an empty folder",
     ("Audit", "--pipeline nowhere --targets targets.jsonl"): "--pipeline: no folder nowhere",
     ("Audit", f"{AUDIT} --baseline ./nowhere"): "--baseline: no folder ./nowhere",
     ("Audit", f"{AUDIT} --lora ./nowhere"): "--lora: no file or folder ./nowhere",
@@ -97,7 +103,9 @@ MISSING = {  # (what reads the words, the words) -> the line
     ("EmojiBaseOptions", "--begin nowhere"): f"--begin nowhere: {PIPELINE}",
     ("MeasureOptions", "--pipeline nowhere"): f"--pipeline nowhere: {PIPELINE}",
 }
-ON_THE_HUB = [  # what may be a name there is no mistake
+NO_MISTAKE = [  # a name may be on the Hub, a run be resumed or replaced
+    ("train", f"{DATA} --output_dir trained --overwrite_output_dir"),
+    ("train", f"{DATA} --output_dir trained --resume_from_checkpoint latest"),
     ("train", f"{TRAIN} --validation.clip_path openai/clip-vit-base-patch32"),
     ("train", f"{TRAIN} --validation.embedder dinov2 --validation.embedder_path facebook/dinov2-base"),
     ("Audit", f"{AUDIT} --baseline owner/name --lora owner/name --clip_path owner/name"),
@@ -131,11 +139,14 @@ def refusals(tmp_path_factory):
     (folder / "phrases.txt").write_text("a cat\na hat\n")
     (folder / "targets.jsonl").write_text("")
     (folder / "data").mkdir()
+    (folder / "trained").mkdir()
+    (folder / "trained" / MARKER).write_text('{"run": "1", "kind": "training"}')
+    (folder / "trained" / "metrics.jsonl").write_text("")
     for run in ("run", "unmeasured"):
         (folder / run).mkdir()
         (folder / run / "config.yaml").write_text("train_data_dir: data\nvalidation: {targets: targets.jsonl}\n")
     (folder / "run" / "validation.json").write_text("")
-    cases = [*MISSING, *ON_THE_HUB]
+    cases = [*MISSING, *NO_MISTAKE]
     command = [sys.executable, "-c", REFUSALS]
     where = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, **where)
@@ -150,8 +161,8 @@ def test_what_is_missing_is_said_before_anything_heavy_is_imported(case, refusal
     assert refusals[case] == MISSING[case]
 
 
-@pytest.mark.parametrize("case", ON_THE_HUB)
-def test_a_name_on_the_hub_is_not_missed(case, refusals):
+@pytest.mark.parametrize("case", NO_MISTAKE)
+def test_what_is_no_mistake_is_taken(case, refusals):
     assert refusals[case] is None
 
 
