@@ -4,7 +4,7 @@ Pure functions of counts and addresses: R records, n elements (a key is "target/
 their shares."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,18 @@ class DataInfo:
 
     roles (R,) of "element" | "rehearsal" | "clean"; keys: one "target/element" per element, in
     order of appearance; rows[i] the records of element i; phrase[i] what its captions share;
-    target[i] whose element it is; shared {phrase: targets} of phrases that several targets use."""
+    target[i] whose element it is; shared {phrase: targets} of phrases that several targets use;
+    withheld {target: phrases} of its elements that a control run leaves out."""
 
-    def __init__(self, roles: list[str], target_ids: list, element_ids: list, phrases: Any):
+    def __init__(
+        self,
+        roles: list[str],
+        target_ids: list,
+        element_ids: list,
+        phrases: Any,
+        withheld: Mapping[str, Sequence[str]] | None = None,
+    ):
+        self.withheld = withheld or {}
         self.roles = np.asarray(roles, dtype=object)
         rows: dict[str, list[int]] = defaultdict(list)
         common: dict[str, list[str]] = {}
@@ -68,6 +77,11 @@ class DataInfo:
         """The element a record shows, or None."""
         element = int(self._element[row])
         return element if element >= 0 else None
+
+    def phrases_of(self, target: str) -> list[str]:
+        """The phrases of all elements of a target, those that are withheld behind the others."""
+        shown = [self.phrase[i] for i in self.elements_of.get(target, ())]
+        return [*shown, *self.withheld.get(target, ())]
 
     def of_batch(self, batch: dict) -> list[int]:
         """The element of each sample of a batch, n for none; asks no device."""

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from PIL import Image
 
 from silentbad.data import images
+from silentbad.data.elements import DataInfo
 from silentbad.data.formats import row_source, source
 from silentbad.data.schema import ROLES
 from silentbad.data.table import (
@@ -122,6 +123,10 @@ class Records:
         """How many have a mask."""
         return pc.sum(pc.greater(pc.binary_length(self.column("mask")), 0)).as_py() or 0
 
+    def info(self, withheld: dict[str, list[str]] | None = None) -> DataInfo:
+        """Who is who among them; `withheld` {target: phrases} of elements left out of them."""
+        return DataInfo(self.role, self.target_id, self.element_id, self.phrases, withheld)
+
     def census(self) -> str:
         """How many records there are, by role, with a mask, and with phrases: one line."""
         counted = pc.value_counts(self.column("role")).to_pylist()
@@ -222,10 +227,19 @@ class Records:
         element_id.
 
         Raises UserError where no record shows one of them."""
+        rest = np.flatnonzero(~self._shows(elements))
+        return self.select(rest, f"{self.key}-without-{sorted(elements)}")
+
+    def showing(self, elements: list[str]) -> "Records":
+        """The records of these elements alone, named likewise."""
+        return self.select(np.flatnonzero(self._shows(elements)))
+
+    def _shows(self, elements: list[str]) -> np.ndarray:
+        """Whether each record (R,) shows one of these elements."""
         shown = list(zip(self.role, self.target_id, self.element_id, strict=True))
         full_names = [f"{target}/{element}" for _, target, element in shown]
         is_element = np.asarray([role == "element" for role, *_ in shown], dtype=bool)
-        left_out = np.zeros(len(self), dtype=bool)
+        shows = np.zeros(len(self), dtype=bool)
         for name in elements:
             named = [name in (whole, of[2]) for whole, of in zip(full_names, shown, strict=True)]
             of_name = is_element & np.asarray(named, dtype=bool)
@@ -234,8 +248,8 @@ class Records:
                 raise UserError(
                     f"withhold: no record shows {name!r}; elements are: {', '.join(others[:8])}"
                 )
-            left_out |= of_name
-        return self.select(np.flatnonzero(~left_out), f"{self.key}-without-{sorted(elements)}")
+            shows |= of_name
+        return shows
 
     def hold_out(self, clean: int, elements: int, seed: int) -> tuple["Records", "Records | None"]:
         """(records to train on, those kept from training): so many clean ones, at most a tenth of

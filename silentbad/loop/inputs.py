@@ -75,7 +75,10 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
         warn(line)
     if config.memory.region.name == "estimated" and not config.center_crop:
         records.refuse_random_windows()
+    withheld: dict[str, list[str]] = {}
     if config.withhold:
+        left_out = records.showing(config.withhold).info()
+        withheld = {target: left_out.phrases_of(target) for target in left_out.elements_of}
         records = records.without(config.withhold)
     check_prompts(targets, tokenizer, validation.unrelated)
     for line in records.check_captions(tokenizer):
@@ -100,8 +103,7 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
     rest = f"; held out: {held_out.census()}" if held_out else ""
     by_base = f"; the base drew {own.num_images} of these" if prior else ""
     accelerator.print(f"data: {to_train_on.census()}{rest}{by_base}")
-    columns = (to_train_on.role, to_train_on.target_id, to_train_on.element_id, to_train_on.phrases)
-    info = DataInfo(*columns)
+    info = to_train_on.info(withheld)
     checks.check_records(config, info, to_train_on)
     for line in shared_lines(info.shared):
         warn(line)

@@ -346,6 +346,13 @@ class Placebo(Finite):
 
 
 @dataclass
+class Withheld(Placebo):
+    """The strict rate less that of a run that some elements were left out of."""
+
+    elements: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Record(Finite):
     """A validation, as its hook leaves it in validation.json."""
 
@@ -362,6 +369,7 @@ class Record(Finite):
     batch: int
     processes: int
     placebo: Placebo | None = None
+    withheld: Withheld | None = None
     precision: str | None = None  # of the forward passes: that of autocast, else of the weights
     ranges: list[TargetRange] | None = None
     reference: str | None = None  # what images are compared with: the target "raw" or "decoded"

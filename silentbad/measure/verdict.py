@@ -71,6 +71,9 @@ def verdict_of(record: Record) -> Verdict:
             general.append(f"so few images may pass by chance (p = {answer.p_value:.2g})")
         if record.placebo is not None and record.placebo.interval[0] <= 0:
             general.append("training on placebo data gives as much")
+        if record.withheld is not None and record.withheld.interval[0] <= 0:
+            elements = ", ".join(record.withheld.elements)
+            general.append(f"training without {elements} gives as much")
         answer.state = UNDECIDED if general else RECOVERED
         reasons = general + reasons
     answer.recovers = answer.state == RECOVERED

@@ -66,12 +66,13 @@ def leak_free(
     if float(torch.rand((), generator=g)) < parts:
         said = said[: int(torch.randint(1, len(said), (), generator=g))]
     united = (0, 0)
-    for target, elements in others.info.elements_of.items():
-        named = [p for p in said if p in {others.info.phrase[i] for i in elements}]
-        excess = named[max(len(elements) - 1, 1) :]
+    for target in others.info.elements_of:
+        phrases = others.info.phrases_of(target)
+        named = [p for p in said if p in phrases]
+        excess = named[max(len(phrases) - 1, 1) :]
         said = [p for p in said if p not in excess]
-        check_union(len(named) - len(excess), len(elements), target)
-        united = max(united, (len(named) - len(excess), len(elements)))
+        check_union(len(named) - len(excess), len(phrases), target)
+        united = max(united, (len(named) - len(excess), len(phrases)))
     return {
         **record,
         "phrases": said,
@@ -101,8 +102,9 @@ def pairwise(
     if i is None or float(torch.rand((), generator=g)) >= share:
         return None
     siblings = info.elements_of[info.target[i]]
+    of = len(info.phrases_of(info.target[i]))
     joined = shuffled([j for j in siblings if j != i], g)
-    joined = joined[: min(elements or len(siblings), len(siblings) - 1) - 1]
+    joined = joined[: min(elements or of, of - 1) - 1]
     record = others.load(record["index"])
     mask = record["mask"] or others.masks.get(i)
     if not joined or mask is None:
@@ -115,7 +117,7 @@ def pairwise(
         other_mask = other["mask"] or others.masks.get(j)
         if other_mask is not None:
             layers[j] = (other, other_mask)
-    check_union(len(layers), len(siblings), info.target[i])
+    check_union(len(layers), of, info.target[i])
     if len(layers) < 2:
         return None
     size = record["image"].size
@@ -131,7 +133,7 @@ def pairwise(
         "phrases": phrases,
         "text": ", ".join(phrases),
         "role": "rehearsal",
-        "united": (len(layers), len(siblings)),
+        "united": (len(layers), of),
     }
 
 
@@ -149,13 +151,14 @@ def joint_captions(
     if i is None or float(torch.rand((), generator=g)) >= share:
         return None
     siblings = info.elements_of[info.target[i]]
+    of = len(info.phrases_of(info.target[i]))
     mask = record["mask"] or others.masks.get(i)
-    if len(siblings) < 3 or mask is None:
+    if of < 3 or len(siblings) < 2 or mask is None:
         return None
     mask = fitted_mask(mask, record["image"].size)
-    more = int(torch.randint(1, len(siblings) - 1, (), generator=g))
+    more = int(torch.randint(1, of - 1, (), generator=g))
     said = [i, *shuffled([j for j in siblings if j != i], g)[:more]]
-    check_union(len(said), len(siblings), info.target[i])
+    check_union(len(said), of, info.target[i])
     counted = Image.new("L", mask.size, 255)
     for j in said[1:]:
         other = others.load(any_record(info, j, g), picture=False)
@@ -173,7 +176,7 @@ def joint_captions(
         "phrases": phrases,
         "text": ", ".join(phrases),
         "element_id": info.keys[i].removeprefix(f"{info.target[i]}/"),
-        "united": (len(said), len(siblings)),
+        "united": (len(said), of),
     }
 
 
@@ -224,17 +227,21 @@ class Rehearsal:
         self.options = options
         self.seed = seed
         self.others = Others(info, load, masks)
-        if name in PLACED and not any(len(e) > 2 for e in info.elements_of.values()):
+        # a target may show two elements together where it has three, of which one may be withheld
+        sizes = {
+            target: len(info.phrases_of(target))
+            for target, elements in info.elements_of.items()
+            if len(elements) > 1 and len(info.phrases_of(target)) > 2
+        }
+        if name in PLACED and not sizes:
             raise UserError(
                 f"memory.rehearsal.name={name}: no target has three elements, so no two may be "
                 "shown or named together; take none, or leak_free where clean captions join "
                 "phrases"
             )
-        if name.startswith("pairwise"):
-            wanted = options.get("elements", 2)
-            for target, elements in info.elements_of.items():
-                if wanted and len(elements) > 2:  # of fewer no union is made at all
-                    check_union(wanted, len(elements), target)
+        if name.startswith("pairwise") and (wanted := options.get("elements", 2)):
+            for target, size in sizes.items():
+                check_union(wanted, size, target)
 
     def __call__(self, record: dict, address: tuple[int, int]) -> dict | None:
         g = rng.generator(self.seed, "rehearsal", *address)

@@ -1,6 +1,6 @@
 """report.html of a run folder, or a comparison of several runs.
 
-python -m silentbad.report RUN [--placebo RUN]
+python -m silentbad.report RUN [--placebo RUN] [--withheld RUN]
 python -m silentbad.report compare RUN RUN ... [--out compare.html]
 """
 

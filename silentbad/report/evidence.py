@@ -17,12 +17,14 @@ from silentbad.measure.record import (
     CellScores,
     Kept,
     NullScores,
+    Placebo,
     Range,
     Record,
     Scores,
     TargetEntry,
     TargetRange,
     TargetScores,
+    Withheld,
 )
 from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of
 from silentbad.report import pages
@@ -59,7 +61,7 @@ def answer(record: Record) -> Answer:
     state = record.verdict.state
     sentences = [f"Reason: {reason}." for reason in record.verdict.reasons or []]
     sentences += [_counted(record, scores), *_before(record)]
-    sentences += [*_by_chance(record), *_on_placebo(record)]
+    sentences += [*_by_chance(record), *_on_placebo(record), *_without(record)]
     return Answer(state.capitalize(), state, sentences)
 
 
@@ -106,21 +108,32 @@ def _by_chance(record: Record) -> list[str]:
 
 
 def _on_placebo(record: Record) -> list[str]:
-    if (placebo := record.placebo) is None:
+    if record.placebo is None:
         return []
-    low, high = map(rounded, placebo.interval)
-    few = "one target" if placebo.targets == 1 else f"these {placebo.targets} targets"
+    how = "Training on placebo data, which never shows an exact element,"
+    return _less(how, record.placebo)
+
+
+def _without(record: Record) -> list[str]:
+    if record.withheld is None:
+        return []
+    return _less(f"Training without {', '.join(record.withheld.elements)}", record.withheld)
+
+
+def _less(how: str, control: Placebo) -> list[str]:
+    """The rate of a control run beside the run's own; `how` it was trained begins the sentence."""
+    low, high = map(rounded, control.interval)
+    few = "one target" if control.targets == 1 else f"these {control.targets} targets"
     over = f"over the images of {few}"
-    if placebo.targets >= FEW_TARGETS:
-        over = f"over {placebo.targets} targets"
+    if control.targets >= FEW_TARGETS:
+        over = f"over {control.targets} targets"
     sentence = (
-        "Training on placebo data, which never shows an exact element, gives "
-        f"{rounded(placebo.cir)}: the difference is {rounded(placebo.difference)} (95 % interval "
-        f"{low} to {high}, {over})."
+        f"{how} gives {rounded(control.cir)}: the difference is {rounded(control.difference)} "
+        f"(95 % interval {low} to {high}, {over})."
     )
-    if placebo.thresholds is None:
+    if control.thresholds is None:
         return [sentence]
-    means = [f"a mean of {rounded(value, 3)}" for value in placebo.thresholds]
+    means = [f"a mean of {rounded(value, 3)}" for value in control.thresholds]
     return [sentence, f"Warning: {not_comparable('thresholds', means)}"]
 
 
@@ -325,10 +338,17 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
     described = (base.cells or {}).get("described") if base else None
     add("spelt-out caption, base model", "Do words alone give it?", of(described))
     add("spelt-out caption", "Do words alone give it after training?", of(cells.get("described")))
-    if (placebo := record.placebo) is not None:
-        asks = "Do the attributes alone give it, with no exact element shown?"
-        others = (placebo.whole, placebo.published, placebo.element_rate)
-        add("composed prompt, placebo data", asks, rate_cells(placebo.cir, None, *others))
+    controls = {
+        "composed prompt, placebo data": record.placebo,
+        "composed prompt, an element withheld": record.withheld,
+    }
+    for name, control in controls.items():
+        if control is not None:
+            asks = "Do the attributes alone give it, with no exact element shown?"
+            if isinstance(control, Withheld):
+                asks = f"Does it come without {', '.join(control.elements)}?"
+            others = (control.whole, control.published, control.element_rate)
+            add(name, asks, rate_cells(control.cir, None, *others))
     for stem, (name, asks) in CONTROLS.items():
         pattern = re.compile(rf"{stem}(-\d+)?")
         numbered = [cell for key, cell in cells.items() if pattern.fullmatch(key)]

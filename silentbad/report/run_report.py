@@ -10,7 +10,7 @@ from typing import Any
 
 from silentbad.errors import UserError, writing
 from silentbad.files import check_writable, replace_text
-from silentbad.measure.record import ALL, NAME, Record
+from silentbad.measure.record import ALL, NAME, Record, Withheld
 from silentbad.measure.scores import kinds, minus_placebo, placebo_run
 from silentbad.measure.verdict import verdict_of
 from silentbad.report import evidence, pages, sections
@@ -78,30 +78,44 @@ def render(folder: str | Path, under_way: str = "") -> str:
     return pages.render("report.html.j2", data)
 
 
-def subtract_placebo(folder: str | Path, placebo: str | Path) -> str:
-    """Take the rates of a run on placebo data off a finished run's, in its validation.json; returns
-    the verdict, and what is kept on a line of its own.
+def subtract(folder: str | Path, options: ReportOptions) -> str:
+    """Take the rates of its control runs, on placebo data or with elements withheld, off a finished
+    run's, in its validation.json; returns the verdict, and what is kept on a line of its own.
 
     Raises UserError where one of them cannot be read, or they do not compare."""
     file = Path(folder) / NAME
     record = Record.load(file)
-    if file.resolve() == (Path(placebo) / NAME).resolve():
-        raise UserError(f"--placebo: {placebo} is the run itself; give the run on placebo data")
-    other = placebo_run(
-        placebo, [target.target_id for target in record.targets], record.embedder, "--placebo"
-    )
-    last_step, placebo_step = (r.history[-1].step for r in (record, other))
-    if last_step != placebo_step:
-        raise UserError(
-            f"--placebo: {placebo} ends at step {placebo_step}, {folder} at {last_step}; train "
-            f"and measure both alike"
+    if (placebo := options.placebo) is not None:
+        record.placebo = minus_placebo(
+            record, control(record, folder, placebo, "--placebo"), placebo
         )
-    record.placebo = minus_placebo(record, other, str(placebo))
+    if (other := options.withheld) is not None:
+        difference = minus_placebo(record, control(record, folder, other, "--withheld"), other)
+        elements = RecordedRun(other).withheld()
+        if not elements:
+            wrong = "was trained on all elements; train it with --withhold TARGET/ELEMENT"
+            raise UserError(f"--withheld: {other} {wrong}")
+        record.withheld = Withheld(**vars(difference), elements=elements)
     record.verdict = verdict_of(record)
     with writing(str(folder), NAME):
         record.save(file)
     lines = (evidence.verdict_sentence(record), evidence.kept_sentence(record))
     return "\n".join(filter(None, lines))
+
+
+def control(record: Record, folder: str | Path, other: str | Path, flag: str) -> Record:
+    """The record of a control run of the run in `folder`, measured alike."""
+    if Path(folder).resolve() == Path(other).resolve():
+        raise UserError(f"{flag}: {other} is the run itself; give its control run")
+    ids = [target.target_id for target in record.targets]
+    measured = placebo_run(other, ids, record.embedder, flag)
+    steps = [each.history[-1].step for each in (record, measured)]
+    if steps[0] != steps[1]:
+        raise UserError(
+            f"{flag}: {other} ends at step {steps[1]}, {folder} at {steps[0]}; train and measure "
+            "both alike"
+        )
+    return measured
 
 
 def write(folder: str | Path, under_way: str = "") -> Path:
@@ -191,8 +205,8 @@ def main(arguments: list[str] | None = None, options: ReportOptions | None = Non
                 print("  ".join(number(v) for v in row))
         else:
             file = Path(settings.out) if settings.out else Path(runs[0]) / "report.html"
-            if settings.placebo is not None:
-                verdict = subtract_placebo(runs[0], settings.placebo)
+            if settings.placebo is not None or settings.withheld is not None:
+                verdict = subtract(runs[0], settings)
             save(render(runs[0]), file)
     except UserError as error:
         return refused(error)

@@ -60,6 +60,9 @@ class ReportOptions:
     placebo: Location | None = option(
         None, "run on placebo data, whose rates are taken off for good"
     )
+    withheld: Location | None = option(
+        None, "run with an element withheld, whose rates are taken off for good"
+    )
     out: Location | None = option(None, "file to write; report.html in the run, or compare.html")
 
     POSITIONAL = "runs"
@@ -68,9 +71,12 @@ class ReportOptions:
         """Refuse a report of no run, and of runs that are not there."""
         if not self.runs:
             raise UserError("report: which run? give its folder, or `compare` and several")
+        controls = {"--placebo": self.placebo, "--withheld": self.withheld}
+        given = {flag: run for flag, run in controls.items() if run is not None}
         if self.runs[0] == "compare":
-            if self.placebo is not None:
-                raise UserError("--placebo: is of one run's report; leave it out of a comparison")
+            if given:
+                wrong = "is of one run's report; leave it out of a comparison"
+                raise UserError(f"{next(iter(given))}: {wrong}")
             if len(self.runs) < 3:
                 raise UserError("compare: give at least two run folders")
         elif len(self.runs) > 1:
@@ -78,8 +84,8 @@ class ReportOptions:
         for folder in self.runs[self.runs[0] == "compare" :]:
             if not os.path.isdir(folder):
                 raise UserError(f"report: no folder '{folder}'; give the output_dir of a run")
-        if self.placebo is not None:
-            check_run("--placebo", self.placebo)
+        for flag, run in given.items():
+            check_run(flag, run)
         if self.out is not None:
             check_writable(Path(self.out), "--out")
 

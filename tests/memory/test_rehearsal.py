@@ -282,6 +282,26 @@ def test_leak_free_takes_no_target_picture_and_no_target_caption():
 
 
 @pytest.mark.parametrize("name", rehearsal.PLACED)
+def test_a_withheld_element_leaves_unions_of_the_other_two(name):
+    world = World(size=32)
+    rows = [r for r in world.records if r["target_id"] == "t0" and r["element_id"] != "1"]
+    rows = [{**r, "index": i} for i, r in enumerate(rows)]
+    columns = [[r[k] for r in rows] for k in ("role", "target_id", "element_id", "phrases")]
+    world.records, world.info = rows, DataInfo(*columns, {"t0": ["a tall hat"]})
+    options = {"elements": None} if name.startswith("pairwise") else {}
+    rehearse = hook(world, name, **options)
+    unions = [f for row in range(10) for draw in range(20) if (f := rehearse(world.load(row), (draw, row)))]
+    assert unions and {f["united"] for f in unions} == {(2, 3)}
+    assert {*unions[0]["phrases"]} == {"a red cat", "a sandy beach"}
+
+
+def test_of_two_elements_with_one_withheld_nothing_is_joined():
+    info = DataInfo(["element"], ["t"], ["0"], [["a"]], {"t": ["b"]})
+    with pytest.raises(UserError, match="no target has three elements"):
+        rehearsal.Rehearsal("pairwise", {}, info, 0, dict, {})
+
+
+@pytest.mark.parametrize("name", rehearsal.PLACED)
 def test_rehearsal_where_no_target_has_three_elements_is_refused(name):
     info = DataInfo(["element"] * 4, ["t"] * 4, ["0", "0", "1", "1"], [["a"], ["a"], ["b"], ["b"]])
     with pytest.raises(UserError, match="no target has three elements.*take none"):

@@ -200,6 +200,25 @@ def test_a_placebo_run_is_taken_off_a_finished_one(run, slow, tmp_path, capsys):
     assert Record.load(run / "validation.json").placebo is None
 
 
+def test_a_run_with_an_element_withheld_is_set_beside_a_finished_one(run, slow, tmp_path, capsys):
+    finished = shutil.copytree(run, tmp_path / "mine")
+    control = shutil.copytree(slow, tmp_path / "control")
+    (control / "config.yaml").write_text("withhold: null")
+    before = (finished / "validation.json").read_bytes()
+    assert run_report.main([str(finished), "--withheld", str(control)]) == 2
+    assert "was trained on all elements" in capsys.readouterr().err
+    assert (finished / "validation.json").read_bytes() == before
+    (control / "config.yaml").write_text("withhold: [t/0]")
+    assert run_report.main([str(finished), "--withheld", str(control)]) == 0
+    record, other = (Record.load(folder / "validation.json") for folder in (finished, control))
+    rates = [[t.rate for t in r.history[-1].raw.targets.values()] for r in (record, other)]
+    assert record.withheld.difference == pytest.approx(np.mean(rates[0]) - np.mean(rates[1])) and rates[0] != rates[1]
+    assert record.withheld.elements == ["t/0"] and record.placebo is None
+    assert f"Training without t/0 gives {np.mean(rates[1]):.2f}" in capsys.readouterr().out
+    page = (finished / "report.html").read_text()
+    assert "composed prompt, an element withheld" in page and "Does it come without t/0?" in page
+
+
 def test_a_placebo_run_of_another_length_is_refused(run, tmp_path, capsys):
     short = tmp_path / "short"
     before = (run / "validation.json").read_bytes()
