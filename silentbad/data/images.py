@@ -93,6 +93,8 @@ def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
     if (most := int(np.asarray(grey).max())) < 128:
         wrong = "is black all over" if most == 0 else f"has values up to {most} of 255"
         raise UserError(f"{where}: mask {source} {wrong}; the element's region is white")
+    if int(np.asarray(grey).min()) >= 128:
+        raise UserError(f"{where}: mask {source} is white all over; all but the element is black")
     return grey
 
 

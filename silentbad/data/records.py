@@ -8,6 +8,7 @@ addressed: what a record looks like at (draw, position) depends on nothing that 
 import hashlib
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from PIL import Image
 from silentbad.data import images
 from silentbad.data.elements import DataInfo
 from silentbad.data.formats import row_source, source
+from silentbad.data.picture_parts import check_phrases, faults, overlaps
 from silentbad.data.schema import ROLES
 from silentbad.data.table import (
     BLOCK,
@@ -210,6 +212,25 @@ class Records:
             for phrase in target.phrases
             if target.target_id in shown and phrase not in shown[target.target_id]
         ]
+
+    def check_parts(self) -> list[str]:
+        """Refuse elements of one target that have the same phrase; return a line on each mask that
+        is another one's too, or covers it: of the first record of each element.
+
+        A table is checked once."""
+        key = hashlib.sha256(self.key.encode()).hexdigest()[:32]
+        return cached_check(self.table, f"parts-{key}", lambda: [*self._faults_of_parts()])
+
+    def _faults_of_parts(self) -> Iterator[str]:
+        info = self.info()
+        for target, elements in info.elements_of.items():
+            named = {info.phrase[i]: int(info.rows[i][0]) for i in elements if info.phrase[i]}
+            where = f"{self.where(int(info.rows[elements[-1]][0]))}: target {target!r}"
+            check_phrases([info.phrase[i] for i in elements if info.phrase[i]], where)
+            masks = [self.open(row, picture=False)[2] for row in named.values()]
+            if len({mask.size for mask in masks if mask is not None}) == 1:
+                for line in (*faults([*named], masks), *overlaps([*named], masks)):
+                    yield f"{where}: {line}"
 
     def refuse_random_windows(self) -> None:
         """Refuse random windows of elements whose masks are estimated from their places."""

@@ -10,8 +10,9 @@ from PIL import Image
 
 from silentbad.data import published
 from silentbad.data.images import inside, open_image, open_mask, safe_path
+from silentbad.data.picture_parts import check_phrases, cut_apart
 from silentbad.data.schema import TARGET, admitted, check_window, json_lines, refuse_misspelt
-from silentbad.errors import UserError, brief
+from silentbad.errors import UserError, warn
 
 
 @dataclass
@@ -79,18 +80,21 @@ def _target(root: Path, where: str, entry: dict) -> Target:
     fields = admitted(entry, TARGET, where)
     masks = entry.get("masks") or []
     phrases = fields["phrases"]
-    if twice := [phrase for phrase in phrases if phrases.count(phrase) > 1]:
-        raise UserError(f"{where}: phrase {brief(twice[0])} stands twice; each names one element")
+    check_phrases(phrases, where)
     if not isinstance(masks, list) or (masks and len(masks) != len(phrases)):
         raise UserError(
             f"{where}: masks must list one file or null for each of the {len(phrases)} phrases"
         )
     image = open_image(safe_path(root, fields.pop("image"), where, "image"), where)
+    if image.width != image.height:
+        size = f"{image.width}x{image.height}"
+        warn(f"{where}: the image is {size} and is compared squashed to a square; cut it to one")
     opened = [
         open_mask(safe_path(root, mask, where, "masks"), image.size, where) if mask else None
         for mask in masks
     ]
-    return Target(image=image, masks=opened or [None] * len(phrases), where=where, **fields)
+    masks = cut_apart(phrases, opened or [None] * len(phrases), where)
+    return Target(image=image, masks=masks, where=where, **fields)
 
 
 def _published_targets(root: Path, wanted: str | None) -> list[Target]:

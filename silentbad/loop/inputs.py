@@ -71,7 +71,7 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
         records = guards.records(load_records(config))
     if not config.allow_target_images:
         records.refuse_targets(targets)
-    for line in records.unmatched_targets(targets):
+    for line in (*records.check_parts(), *records.unmatched_targets(targets)):
         warn(line)
     if config.memory.region.name == "estimated" and not config.center_crop:
         records.refuse_random_windows()

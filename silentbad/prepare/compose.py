@@ -81,12 +81,6 @@ def cover(hole: Image.Image, draw: random.Random, attempt: int = 0) -> Image.Ima
     return hidden
 
 
-def share_of(mask: Image.Image, other: Image.Image) -> float:
-    """How much of a mask another one covers."""
-    area = np.asarray(mask) >= 128
-    return float((area & (np.asarray(other) >= 128)).sum() / max(1, area.sum()))
-
-
 def element_picture(
     source: Image.Image,
     alpha: Image.Image,

@@ -10,18 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageChops
+import numpy as np
+from PIL import Image
 
+from silentbad import bundled
 from silentbad.data.images import open_image, open_mask, picture_files
-from silentbad.data.schema import Caption, admit, caption_beside, json_lines
-from silentbad.errors import UserError, user_errors
-from silentbad.files import append_records, check_writable
+from silentbad.data.picture_parts import check_phrases, cut_apart
+from silentbad.data.schema import Caption, admit, caption_beside, check_window, json_lines
+from silentbad.errors import UserError, brief, user_errors, warn
+from silentbad.files import append_records, check_local, check_writable
 from silentbad.prepare import compose
 from silentbad.prepare.hook import as_mask, load_function
 from silentbad.settings.commands import PrepareOptions
 
 LARGEST_SIDE = 512  # of the written pictures, where --side does not say
-OVERLAP = 0.25  # of the smaller of two masks, at most: more is one thing given twice
+LOST = 0.05  # of a thing that lies outside the middle square, from which it is said
 UNNAMED = "something else"  # the caption of a background without one, beside an element's phrase
 PLAIN = "a photograph"  # and alone
 
@@ -111,8 +114,9 @@ def read_plan(args: PrepareOptions, name: str) -> Plan:
     phrases = [
         admit(phrase, Caption, "a phrase", "--phrases").strip() for phrase in args.phrases or []
     ]
-    if len(phrases) < 2 or len(set(phrases)) < len(phrases):
-        raise UserError("--phrases: give two or more, each once; a phrase names one element")
+    if len(phrases) < 2:
+        raise UserError("--phrases: give two or more; a phrase names one element")
+    check_phrases(phrases, "--phrases")
     if args.segmenter is None and len(phrases) - len(args.masks) not in (0, 1):
         needs = f"{len(phrases)} phrases take {len(phrases)} masks"
         backdrop = f"or {len(phrases) - 1} where the last phrase names the backdrop"
@@ -124,11 +128,14 @@ def read_plan(args: PrepareOptions, name: str) -> Plan:
         masks = [open_mask(Path(file), picture.size, "--masks") for file in args.masks]
     else:
         masks = segmented(args.segmenter, picture, phrases)
+    if picture.width != picture.height:
+        warn(f"--target: {lost(picture.size, phrases, masks)}")
     side = args.side or min(LARGEST_SIDE, *picture.size)
     elements = cut(phrases, [compose.fit(mask, (side, side)) for mask in masks], side)
     prompt = ", ".join(phrases)
     if args.prompt is not None:
         prompt = admit(args.prompt, Caption, "it", "--prompt")
+    check_windows(args.base, phrases, prompt)
     placebos = read_placebos(Path(args.placebo), phrases, side) if args.placebo else []
     return Plan(
         name=name,
@@ -138,6 +145,32 @@ def read_plan(args: PrepareOptions, name: str) -> Plan:
         prompt=prompt,
         placebos=placebos,
     )
+
+
+def check_windows(base: str, phrases: list[str], prompt: str) -> None:
+    """Refuse phrases and prompts that the window of the base's tokenizer cuts off."""
+    from transformers import CLIPTokenizer
+
+    place = bundled(base)
+    check_local("--base", place)
+    with user_errors(f"--base {base}: no CLIP tokenizer in tokenizer/"):
+        tokenizer = CLIPTokenizer.from_pretrained(place, subfolder="tokenizer")
+    named = [("--phrases", phrase) for phrase in phrases]
+    for flag, text in [*named, ("--phrases", ", ".join(phrases)), ("--prompt", prompt)]:
+        check_window(text, tokenizer, f"{flag}: {brief(text)} (for --base {base})")
+
+
+def lost(size: tuple[int, int], phrases: list[str], masks: list[Image.Image]) -> str:
+    """What a picture of this size loses where it is cut to its middle square, and what its things
+    lose."""
+    side = min(size)
+    parts = [f"its middle square is kept and {1 - side / max(size):.0%} of it lost"]
+    for phrase, mask in zip(phrases, masks, strict=False):
+        kept = np.asarray(compose.fit(mask, (side, side))) >= 128
+        whole = np.asarray(mask) >= 128
+        if (share := 1 - kept.sum() / whole.sum()) >= LOST:
+            parts.append(f"{share:.0%} of {brief(phrase)}")
+    return f"is {size[0]}x{size[1]}; {', '.join(parts)}; cut it yourself to keep another part"
 
 
 def segmented(path: str, picture: Image.Image, phrases: list[str]) -> list[Image.Image]:
@@ -153,18 +186,12 @@ def segmented(path: str, picture: Image.Image, phrases: list[str]) -> list[Image
 
 def cut(phrases: list[str], alphas: list[Image.Image], side: int) -> list[Element]:
     """Elements that share no pixel: where two masks overlap, the earlier one's phrase has it."""
-    elements: list[Element] = []
-    for phrase, alpha in zip(phrases, alphas, strict=False):
-        for other in elements:
-            mask = compose.hard(alpha)
-            shares = compose.share_of(mask, other.mask), compose.share_of(other.mask, mask)
-            overlap = max(shares)  # of the smaller one
-            if overlap > OVERLAP:
-                both = f"those of {other.phrase!r} and {phrase!r}"
-                wrong = f"share {overlap:.0%} of the smaller one; a pixel is of one element"
-                raise UserError(f"--masks: {both} {wrong}")
-            alpha = ImageChops.multiply(alpha, ImageChops.invert(other.mask))
-        elements.append(Element(phrase, alpha, compose.hard(alpha)))
+    apart = cut_apart(phrases, alphas, "--masks", rest=len(alphas) < len(phrases), slight=True)
+    elements = [
+        Element(phrase, alpha, compose.hard(alpha))
+        for phrase, alpha in zip(phrases, apart, strict=False)
+        if alpha is not None
+    ]
     if len(alphas) < len(phrases):
         backdrop = compose.rest([element.mask for element in elements], side)
         elements.append(Element(phrases[-1], backdrop, backdrop))

@@ -122,6 +122,9 @@ class PrepareOptions:
         None, "folder of other pictures; NAME.txt beside one is its caption"
     )
     out: Location | None = option(None, "the folder to write")
+    base: Location = option(
+        "assets/micro-sd", "pipeline to train, whose tokenizer must take the phrases whole"
+    )
     name: str | None = option(None, "target_id; the target's file name when unset")
     prompt: str | None = option(None, "the composed prompt; the phrases in a row when unset")
     placebo: Location | None = option(

@@ -3,14 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from PIL import Image
 
 from silentbad.data.elements import DataInfo
 from silentbad.data.loader import collate
 from silentbad.errors import UserError
 from silentbad.experiments import auxiliaries
+from silentbad.loop.inputs import load_inputs
 from silentbad.memory import masks, rehearsal
+from silentbad.settings.train import TrainConfig
 from silentbad.settings.types import check_options
+from tests.conftest import write_data
 from tests.world import BOXES, PHRASES, Trainer, World, config, hook, taken
 
 
@@ -306,3 +310,12 @@ def test_rehearsal_where_no_target_has_three_elements_is_refused(name):
     info = DataInfo(["element"] * 4, ["t"] * 4, ["0", "0", "1", "1"], [["a"], ["a"], ["b"], ["b"]])
     with pytest.raises(UserError, match="no target has three elements.*take none"):
         rehearsal.Rehearsal(name, {}, info, 0, dict, {})
+
+
+def test_a_training_knows_what_it_withholds(tmp_path, pipelines):
+    data = write_data(tmp_path / "data", kinds=3)
+    named = {"pretrained_model_name_or_path": pipelines["epsilon"], "train_data_dir": str(data)}
+    config = TrainConfig(**named, cache_dir=str(tmp_path / "cache"), withhold=["t0/t0-1"])
+    info = load_inputs(config, Accelerator(cpu=True), sharded=False).info
+    assert info.keys == ["t0/t0-0", "t0/t0-2"] and info.phrases_of("t0") == ["a red cat", "a gold cup", "a blue hat"]
+    rehearsal.Rehearsal("pairwise", {"elements": None}, info, 0, dict, {})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
 from silentbad.data.targets import load_targets
 from silentbad.prepare import compose
@@ -235,6 +235,40 @@ def change(words_given: list[str], flag: str, *values: str) -> list[str]:
     return [*words_given[: start + 1], *values, *words_given[next(ends, len(words_given)) :]]
 
 
+def write_masks(pictures: Path, folder: Path) -> None:
+    """Masks that a user draws by mistake; `saucer` is the cup's with a wide rim."""
+    cat, cup = (Image.open(pictures / f"{name}.png").convert("L") for name in ("a-tabby-cat", "a-cup-of-coffee"))
+    Image.new("L", cat.size, 255).save(folder / "full.png")
+    ImageChops.invert(cat).save(folder / "inverted.png")
+    cup.filter(ImageFilter.MaxFilter(21)).save(folder / "saucer.png")
+
+
+def test_a_mask_inside_another_has_its_pixels_where_it_is_named_first(pictures, tmp_path, capsys):
+    write_masks(pictures, tmp_path)
+    out = tmp_path / "data"
+    nested = words(pictures, out, phrases=["a cup", "a saucer", "a brick wall"])
+    cup = str(pictures / "a-cup-of-coffee.png")
+    assert main(change(nested, "--masks", cup, str(tmp_path / "saucer.png"))) == 0
+    assert "'a saucer' shares 100% of the smaller one with the mask of 'a cup'" in capsys.readouterr().err
+    inner, outer, rest = (levels(out, f"masks/cat-cup-{k}.png") == 255 for k in range(3))
+    assert (inner.astype(int) + outer + rest == 1).all() and inner.sum() > 100 and outer.sum() > 50
+
+
+def test_what_a_target_loses_to_its_middle_square_is_said(pictures, tmp_path, capsys):
+    wide = words(pictures, tmp_path / "data")
+    for place, name in ((1, "cat-cup"), (3, "a-tabby-cat"), (4, "a-cup-of-coffee")):
+        picture = Image.open(pictures / f"{name}.png")
+        wide[place] = str(tmp_path / f"{name}.png")
+        picture.crop((picture.width // 3, 0, picture.width, picture.height)).save(wide[place])
+    assert main(wide) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    size = picture.crop((picture.width // 3, 0, picture.width, picture.height)).size
+    lost = 1 - min(size) / max(size)
+    assert line.startswith(
+        f"warning: --target: is {size[0]}x{size[1]}; its middle square is kept and {lost:.0%} of it lost"
+    )
+
+
 MISTAKES = {
     "no target": (("--target", "none.png"), "--target: no file none.png"),
     "a mask too few": (("--masks", "[]"), "3 phrases take 3 masks, or 2 where the last phrase names"),
@@ -242,8 +276,22 @@ MISTAKES = {
         ("--masks", "{tmp}/small.png", "{tmp}/small.png"),
         "make them the same",
     ),
-    "one mask twice": (("--masks", "{in}/a-tabby-cat.png", "{in}/a-tabby-cat.png"), "share 100% of the smaller"),
-    "a phrase twice": (("--phrases", "a cat", "a cat", "a wall"), "two or more, each once"),
+    "one mask twice": (("--masks", "{in}/a-tabby-cat.png", "{in}/a-tabby-cat.png"), "are the same; give each thing"),
+    "a full mask": (("--masks", "{in}/a-tabby-cat.png", "{tmp}/full.png"), "full.png is white all over"),
+    "an inverted mask": (("--masks", "{tmp}/inverted.png", "{in}/a-cup-of-coffee.png"), "is it inverted?"),
+    "a mask inside the one before": (
+        ("--masks", "{tmp}/saucer.png", "{in}/a-cup-of-coffee.png"),
+        "'a cup of coffee' lies in the mask of 'a tabby cat', which is named before it",
+    ),
+    "one phrase": (("--phrases", "a cat"), "--phrases: give two or more"),
+    "a phrase twice": (("--phrases", "a cat", "a cat", "a wall"), "phrase 'a cat' stands twice"),
+    "a phrase in capitals": (("--phrases", "a cat", "A  Cat", "a wall"), "are one phrase to the tokenizer"),
+    "a phrase beyond the window": (
+        ("--phrases", "a cat " * 30, "a cup", "a wall"),
+        "(for --base assets/micro-sd) has 62 tokens, the window is 48",
+    ),
+    "a prompt beyond the window": (("--prompt", "a cat " * 30), "--prompt: "),
+    "no base": (("--base", "./none"), "--base: no folder ./none"),
     "no backgrounds": (("--backgrounds", "{tmp}/none"), "--backgrounds: no folder"),
     "an empty folder": (("--backgrounds", "{tmp}/empty"), "holds no picture"),
     "the target as background": (("--backgrounds", "{tmp}/copies"), "is a near copy of the target"),
@@ -260,6 +308,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_and_writes_nothing(name, pictures, tmp_path, capsys):
     Image.new("L", (20, 20), 255).save(tmp_path / "small.png")
+    write_masks(pictures, tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "empty").mkdir()
     (tmp_path / "copies").mkdir()

@@ -1,0 +1,123 @@
+"""What the parts of one picture must be: phrases that the tokenizer tells apart, and masks of one
+thing each. `prepare`, targets.jsonl and metadata are judged here."""
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from PIL import Image, ImageChops
+
+from silentbad.errors import UserError, brief, warn
+
+Masks = Sequence[Image.Image | None]  # greyscale, of one size; None: of no mask
+
+SAME = 0.95  # of the union of two masks, which both cover: they are one
+NESTED = 0.25  # of the smaller of two masks, which the other covers: one lies in the other
+LEFT = 0.05  # of a mask, which the masks before it leave, at least
+WIDEST = 0.95  # of the picture, which a thing covers, at most
+FRAME = 0.75  # of the outermost pixels: a backdrop covers more, a thing does not
+
+
+# ---------------------------------------------------------------- phrases
+def as_read(phrase: str) -> str:
+    """A phrase as CLIP's tokenizer reads it: small letters, single blanks, composed accents."""
+    return " ".join(unicodedata.normalize("NFC", phrase).lower().split())
+
+
+def check_phrases(phrases: Sequence[str], where: str) -> None:
+    """Refuse phrases of one picture that are the same to the tokenizer."""
+    first: dict[str, str] = {}
+    for phrase in phrases:
+        key = as_read(phrase)
+        if key in first:
+            wrong = f"phrase {brief(phrase)} stands twice"
+            if first[key] != phrase:
+                wrong = f"{brief(first[key])} and {brief(phrase)} are one phrase to the tokenizer"
+            raise UserError(f"{where}: {wrong}; each names one element")
+        first[key] = phrase
+
+
+# ---------------------------------------------------------------- masks
+def cut_apart(
+    phrases: Sequence[str], masks: Masks, where: str, *, rest: bool = False, slight: bool = False
+) -> list[Image.Image | None]:
+    """The masks, each without what those before it cover: the earlier phrase has the pixels.
+
+    A line says where one mask lies in another. What masks share that only touch stays with both,
+    unless `slight` is set. `rest`: what no mask covers is the backdrop, so that each mask is of a thing.
+    Raises UserError where masks are the same, of nearly everything, inverted, or all covered."""
+    for fault in faults(phrases, masks, rest):
+        raise UserError(f"{where}: {fault}")
+    for line in overlaps(phrases, masks):
+        warn(f"{where}: {line}; the earlier phrase has the pixels")
+    apart: list[Image.Image | None] = []
+    before: list[np.ndarray] = []
+    for mask in masks:
+        if mask is not None:
+            covered = region(mask)
+            for other in before:
+                if slight or shared(other, covered) > NESTED:
+                    mask = ImageChops.multiply(mask, Image.fromarray(np.uint8(255) * ~other))
+            before.append(covered)
+        apart.append(mask)
+    return apart
+
+
+def faults(phrases: Sequence[str], masks: Masks, rest: bool = False) -> Iterator[str]:
+    """What is wrong with the masks of one picture; `rest`: each is of a thing."""
+    regions = {
+        name: region(mask)
+        for name, mask in zip(map(brief, phrases), masks, strict=False)
+        if mask is not None
+    }
+    taken = np.zeros_like(next(iter(regions.values()), np.zeros((1, 1), bool)))
+    around: str | None = None  # the mask that covers the edges
+    before: dict[str, np.ndarray] = {}
+    for name, covered in regions.items():
+        nested = [other for other in before if shared(before[other], covered) > NESTED]
+        for other in nested:
+            if (before[other] & covered).sum() > SAME * (before[other] | covered).sum():
+                yield f"the masks of {other} and {name} are the same; give each thing its own"
+        is_around = frame(covered) > FRAME
+        if is_around and (rest or around):
+            both = "as a backdrop does" if around is None else f"and so does that of {around}"
+            yield (
+                f"the mask of {name} covers the edges of the picture, {both}; is it inverted? "
+                f"white is the thing"
+            )
+        elif rest and covered.mean() > WIDEST:
+            yield f"the mask of {name} covers {covered.mean():.0%} of the picture; mark one thing"
+        elif nested and (covered & ~taken).sum() < LEFT * covered.sum():
+            yield (
+                f"{name} lies in the mask of {nested[-1]}, which is named before it and has the "
+                f"pixels; name {name} first, or mend an inverted mask"
+            )
+        around = name if is_around else around
+        taken |= covered
+        before[name] = covered
+
+
+def overlaps(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
+    """A line on each two masks of which one lies in the other, to a part or whole."""
+    regions = [None if mask is None else region(mask) for mask in masks]
+    for k, covered in enumerate(regions):
+        for j, other in enumerate(regions[:k]):
+            if covered is not None and other is not None and shared(other, covered) > NESTED:
+                share = f"{shared(other, covered):.0%} of the smaller one"
+                yield f"{brief(phrases[k])} shares {share} with the mask of {brief(phrases[j])}"
+
+
+def region(mask: Image.Image) -> np.ndarray:
+    """Where a mask is white (H,W)."""
+    return np.asarray(mask) >= 128
+
+
+def shared(first: np.ndarray, second: np.ndarray) -> float:
+    """How much of the smaller of two regions the other covers."""
+    return float((first & second).sum() / max(1, min(first.sum(), second.sum())))
+
+
+def frame(covered: np.ndarray) -> float:
+    """The share of the outermost pixels that a region covers."""
+    lines = (covered[0], covered[-1], covered[:, 0], covered[:, -1])
+    return float(np.concatenate(lines).mean())
