@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart photos quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-fast lint documents bench bench-controller bench-recovery bench-validation bench-throughput bench-scale bench-shield bench-published bench-strength world-smoke world-base shield reproduce-sd15 base clean
+.PHONY: quickstart photos quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-fast lint documents bench bench-recovery bench-shield bench-published world-smoke world-base shield reproduce-sd15 base clean
 
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -80,15 +80,10 @@ lint: $(STAMP)
 documents: $(STAMP)  ## fill the numbers of the documents from bench/results
 	$(BIN)/python -m bench.documents
 
-bench: bench-controller bench-validation bench-throughput bench-scale bench-recovery bench-published
+bench: bench-recovery bench-published
 
-bench-controller bench-recovery bench-published bench-validation bench-throughput bench-scale bench-shield: bench-%: $(STAMP)
+bench-recovery bench-published bench-shield: bench-%: $(STAMP)
 	$(BIN)/python -m bench.$*
-
-bench-strength: $(STAMP)  ## one base at four strengths, then `recommended` on each: two hours on one core
-	test -d runs/strength/pipeline-100 || OMP_NUM_THREADS=1 $(BIN)/python -m worlds.microworld.build \
-		--work runs/strength --stage unet --vae assets/micro-sd/vae --things 4 --keep 25,50,75 --unet_steps 3800
-	OMP_NUM_THREADS=1 $(BIN)/python -m bench.strength
 
 # The emoji world from nothing: fetch the drawings (npm, once), judge two development targets, train a base for a few
 # steps, then two arms on one target. What it prints shows that all of it runs; the base is far too weak for a claim.

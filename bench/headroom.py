@@ -23,14 +23,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from PIL import Image
 from scipy.optimize import lsq_linear
 from torch import Tensor
 
-from bench.attribution import picture
 from bench.published_table import markdown
 from bench.recovery import data_set
 from bench.recovery_table import stored
 from silentbad.control.spectral import SpectralAdamW, split
+from silentbad.data.images import to_tensor
 from silentbad.localise.substitution import part_of
 from silentbad.model.diffusion import prediction_target
 from silentbad.model.forwards import convolve
@@ -75,7 +76,7 @@ class Elements:
         rows = [row for row in stored(data / "metadata.jsonl") if row["role"] == "element"]
         pipe = StableDiffusionPipeline.from_pretrained(BASE)
         self.scheduler = DDPMScheduler.from_config(pipe.scheduler.config)
-        images = torch.stack([picture(data / row["file_name"]) for row in rows])
+        images = torch.stack([to_tensor(Image.open(data / row["file_name"])) for row in rows])
         texts = [row["text"] for row in rows]
         with torch.no_grad():
             self.x0 = pipe.vae.encode(images * 2 - 1).latent_dist.mean * pipe.vae.config.scaling_factor

@@ -332,7 +332,7 @@ POINT = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="6" fill="{}" stroke="{}" stro
 
 def frontier(rows: list[dict]) -> str:
     """Strict rate over what is kept, a point for each arm with its 95 % intervals: an SVG."""
-    from bench.recovery_figures import standalone
+    from bench.charts import standalone
     from silentbad.report import charts
     from silentbad.report.pages import Figure
 

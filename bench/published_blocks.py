@@ -150,30 +150,6 @@ def together(read: Read, block: int = MAIN, arm: str = "recommended") -> str:
     return grid(("targets", "clean pictures", "steps", *OUTCOME[1:]), lines)
 
 
-def ceiling(read: Read) -> str:
-    """By target: what passes of a base fine-tuned on the target itself, and what the arms reach."""
-    rows = [row for row in usual_of(read, FEW_NULLS) if row["seed"] == 0]
-    arms = {arm: runs for (arm, _, _), runs in by_arm(rows).items()}
-    names = [arm for arm in ("recommended", "recommended_adamw", "recommended_leak_free") if arm in arms]
-    best = {row["target"]: row for row in read("ceiling.jsonl")}
-
-    def reached(arm: str, target: str) -> str:
-        return f"{arms[arm][target][0]['strict rate']:.2f}" if target in arms[arm] else ""
-
-    lines = []
-    for target, row in best.items():
-        most = [f"{value:.2f}" for value in (row["rate"], row["whole_rate"], min(row["elements"]))]
-        lines.append([target, *most, *(reached(arm, target) for arm in names)])
-
-    runs = arms.get("recommended", {})
-    able = [target for target, row in best.items() if row["rate"] >= 0.5 and target in runs]
-    recovered = sum(runs[target][0]["strict"] is not None for target in able)
-    head = ("target", "ceiling: strict", "whole", "weakest element", *(f"`{arm}`" for arm in names))
-    share = f"{recovered} of {len(able)}"
-    sentence = f"Where the ceiling is at least one half, `recommended` recovers {share}."
-    return f"{grid(head, lines)}\n{sentence}\n"
-
-
 def over_plain(read: Read) -> str:
     """`recommended` over each length of plain and over replay, on the targets that both ran."""
     rows = [row for row in reported_of(read(FILE), MAIN) if usual(row) and alone(row)]
@@ -313,7 +289,6 @@ BLOCKS: dict[str, Callable[[Read], str]] = {
     "published-pair-few": partial(over_adamw, block=FEW_NULLS),
     "published-k": by_count,
     "published-ratio": by_share,
-    "published-ceiling": ceiling,
     "published-paper": lambda read: grid(PAPER, paper(frozen(read))),
     "published-clean": by_clean,
     "published-clean-long": partial(by_clean, block=LONG),

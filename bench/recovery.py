@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -249,26 +248,6 @@ def claimed(run: tuple):
 
 
 # ------------------------------------------------------------------------------------------------- commands
-
-
-def measure_targets(
-    about: str | None,
-    targets: str,
-    results: Path,
-    measure: Callable[[str], Iterable[dict]],
-    table: Callable[[list[dict]], str],
-    argv: list[str] | None = None,
-) -> None:
-    """The command of a benchmark of targets: those that have no rows yet are measured, then the table is printed."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default=targets, help="separated by ';'")
-    parser.add_argument("--results", type=Path, default=results)
-    args = parser.parse_args(argv)
-    here = facts()
-    measured = {row["target"] for row in stored(args.results)}
-    for target in tqdm([name for name in args.targets.split(";") if name not in measured], desc="targets"):
-        append(args.results, [{**row, **here} for row in measure(target)])
-    print(table(stored(args.results)))
 
 
 def main(argv: list[str] | None = None) -> None:

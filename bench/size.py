@@ -37,13 +37,14 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 
 from bench.published_table import markdown
 from bench.recovery import facts
 from bench.recovery_table import append
 from bench.size_bases import write_base
-from bench.throughput import write_data as write_clean
+from silentbad.data.images import to_pil
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "size.jsonl"
@@ -172,6 +173,19 @@ def write_data(folder: Path) -> Path:
         kept.setdefault(json.loads(line).get("element_id", ""), []).append(line)
     file.write_text("".join(f"{line}\n" for lines in kept.values() for line in lines[:2]))
     return folder
+
+
+def write_clean(root: Path, count: int, side: int) -> Path:
+    """Pictures of smooth colour fields with captions, all clean."""
+    generator = torch.Generator().manual_seed(0)
+    (root / "images").mkdir(parents=True)
+    rows = []
+    for i in range(count):
+        field = F.interpolate(torch.rand(1, 3, 6, 6, generator=generator), size=(side, side), mode="bicubic")[0]
+        to_pil(field).save(root / f"images/{i}.png")
+        rows.append({"file_name": f"images/{i}.png", "text": f"a field of colours, number {i}", "role": "clean"})
+    (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
 
 
 def shared(base: Path, data: Path, out: Path, row: Row) -> dict[str, Any]:

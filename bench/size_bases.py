@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.throughput import MICRO
-
+MICRO = Path(__file__).parents[1] / "assets" / "micro-sd"
 VAE_BLOCKS = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,

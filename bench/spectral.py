@@ -19,7 +19,6 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.controller import SD15
 from bench.published_table import by_arm, interval, markdown, mean_of
 from bench.recovery_table import RESULTS
 from silentbad.control.spectral import SpectralAdamW, orthogonalise, split
@@ -63,6 +62,7 @@ def seconds(work: Any, device: torch.device) -> float:
 
 
 # -- operations --------------------------------------------------------------------------------------------
+SD15 = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
 SD21 = {"sample_size": 96, "cross_attention_dim": 1024, "attention_head_dim": (5, 10, 20, 20)}
 SDXL = {
     "sample_size": 128,

@@ -243,9 +243,12 @@ def read():
     return documents.reader()
 
 
+STORED = re.compile(r"^<!-- was generated: \S+ -->\n.*?^<!-- /was generated -->$", re.M | re.S)
+
+
 def unmarked(text: str) -> str:
-    """A document without its generated blocks."""
-    return documents.MARKED.sub("", text)
+    """A document without its generated blocks, and without those of commands that left."""
+    return STORED.sub("", documents.MARKED.sub("", text))
 
 
 @pytest.mark.parametrize("path", documents.documents(), ids=name)

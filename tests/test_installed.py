@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.start import cost_of
+from tests.processes import cost_of
 
 ROOT = Path(__file__).parents[1]
 WITHOUT = {

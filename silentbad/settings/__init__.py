@@ -2,5 +2,5 @@
 
 Dataclasses with ranges (`train`, `control`, `memory`, `validation`, `guard`), how they are read
 from files and flags (`reader`), and what a value may be (`types`). Nothing here imports torch,
-diffusers or numpy, so a mistake in a flag is one line within a second (`python -m bench.start`
-measures it)."""
+diffusers or numpy, so a mistake in a flag is one line within a second
+(tests/settings/test_light.py measures it)."""

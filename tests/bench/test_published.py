@@ -1,12 +1,11 @@
 """The published setting: the poisoning ratio, a sustained recovery, and which targets have been used."""
 
 import subprocess
-from collections import Counter
 
 import numpy as np
 import pytest
 
-from bench import between, layers, layerwise, nulls, spectral, strength
+from bench import layers, spectral
 from bench.arms import HALVES, PUBLISHED, PUBLISHED_AT
 from bench.published_table import (
     FIRST_TARGETS,
@@ -136,49 +135,20 @@ def test_a_target_of_k_elements_is_of_its_seeds_block():
     assert block_of({"targets": "2101k5,2102"}) == 2100 and block_of({"targets": "7k2"}) == 0
 
 
-def test_rows_by_strength_are_of_what_was_fixed_before():
-    rows, frozen = stored(strength.RESULTS), "82e2a3520879fcb7b897be4083b2e066c23bff5e"
-    assert {row["targets"] for row in rows} <= {*strength.TARGETS.split(";")}
-    for row in rows:
-        name = strength.arm(row["target"])
-        assert (row["arm"], (row["factor"], row["steps"], row["every"])) == (name, PUBLISHED_AT[name])
-        assert len(row["elements"]) == int(row["target"][-1]) and not row["flags"] and not row["placebo"]
-    descend(frozen, rows)
+STORED = {  # rows of commands that left -> the targets that they may have, the commit that fixes them
+    "strength.jsonl": (range(2200, 2212), "82e2a3520879fcb7b897be4083b2e066c23bff5e"),
+    "layerwise.jsonl": (range(2300, 2312), "9e379b12584afcb6fb522477346246355e0dbd54"),
+    "nulls.jsonl": (range(2400, 2424), "32c3b93099bee9ee4c2e4ae7b5f301410a671f09"),
+    "between.jsonl": (range(2474, 2480), "552d74642ee176c63bf988b53042fb72013500b1"),
+    "contrast.jsonl": (range(2684, 2692), "c60081b4269151e77c446617252879e9bcd97536"),
+}
 
 
-def test_rows_by_layer_are_of_what_was_fixed_before():
-    rows, frozen = stored(layerwise.RESULTS), "9e379b12584afcb6fb522477346246355e0dbd54"
-    assert {row["targets"] for row in rows} <= {*layerwise.TARGETS.split(";")}
-    for row in rows:
-        assert (row["arm"], row["factor"]) in layerwise.RUNS and not row["flags"] and not row["placebo"]
-        assert (row["steps"], row["every"], row["ratio"]) == (layerwise.STEPS, layerwise.EVERY, 0.1)
-    descend(frozen, rows)
-
-
-def test_rows_between_sources_are_of_what_was_fixed_before():
-    rows, frozen = stored(between.RESULTS), "552d74642ee176c63bf988b53042fb72013500b1"
-    assert rows and {row["targets"] for row in rows} <= {*between.TARGETS.split(";")}
-    for row in rows:
-        assert row["arm"] in between.ARMS and row["factor"] in between.FACTORS
-        assert (row["steps"], row["every"], row["ratio"], row["seed"]) == (between.STEPS, between.EVERY, 0.1, 0)
-        assert not row["flags"] and not row["placebo"] and row["nulls"] == "element"
-    descend(frozen, rows)
-
-
-def test_later_rows_between_sources_are_of_what_was_fixed_before():
-    rows = stored(between.LATER)
-    assert rows and {row["targets"] for row in rows} <= {*between.LATER_TARGETS.split(";")}
-    for row in rows:
-        assert row["arm"] in between.LATER_ARMS and row["factor"] == between.FACTORS[1]
-        assert (row["steps"], row["every"], row["ratio"], row["seed"]) == (between.STEPS, between.EVERY, 0.1, 0)
-    descend("c60081b4269151e77c446617252879e9bcd97536", rows)
-
-
-def test_rows_by_nulls_are_of_what_was_fixed_before():
-    rows, frozen = stored(nulls.RESULTS), "32c3b93099bee9ee4c2e4ae7b5f301410a671f09"
-    assert {row["target"] for row in rows} <= {*nulls.TARGETS.split(";")}
-    runs = Counter((row["target"], row["model"]) for row in rows)
-    assert all(count == len(nulls.NULLS) for count in runs.values())
+@pytest.mark.parametrize("file", STORED)
+def test_rows_of_a_command_that_left_are_of_what_was_fixed_before(file):
+    targets, frozen = STORED[file]
+    rows = stored(RESULTS.with_name(file))
+    assert rows and {int(row["target"].partition("k")[0]) for row in rows} <= {*targets}
     descend(frozen, rows)
 
 

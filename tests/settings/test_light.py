@@ -11,7 +11,6 @@ import pytest
 
 import gradient_control
 import memory_reinforce
-from bench import start
 from silentbad.data.elements import ORDERS
 from silentbad.guard.guards import GUARDS
 from silentbad.loop import optimizers
@@ -26,6 +25,7 @@ from silentbad.settings.registries import from_source
 from silentbad.settings.train import Interpolation, TrainConfig
 from silentbad.settings.types import options_of
 from silentbad.settings.validation import ValidationConfig
+from tests.processes import cost_of
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "diffusers", "transformers", "datasets", "accelerate", "numpy", "pyarrow", "peft")
@@ -186,11 +186,63 @@ def test_a_report_is_drawn_without_what_a_model_needs():
     assert not {*done.stdout.split()} & {"diffusers", "transformers", "datasets", "accelerate", "peft"}
 
 
-@pytest.mark.parametrize("name", start.ROWS)
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "train": ("train_silentbad.py",),
+    "audit": ("validation.py",),
+    "scan": ("-m", "silentbad.scan"),
+    "prepare": ("-m", "silentbad.prepare"),
+    "prepare.preview": ("-m", "silentbad.prepare.preview"),
+    "report": ("-m", "silentbad.report"),
+    "figures": ("-m", "silentbad.report.figures"),
+    "localise": ("-m", "silentbad.localise"),
+    "microworld.make": ("-m", "worlds.microworld.make"),
+    "microworld.build": ("-m", "worlds.microworld.build"),
+    "microworld.export": ("-m", "worlds.microworld.export"),
+    "emoji.make": ("-m", "worlds.emoji.make"),
+    "emoji.build": ("-m", "worlds.emoji.build"),
+    "emoji.sets": ("-m", "worlds.emoji.sets"),
+}
+OF_EACH = {"--help": "--help", "a typo in a flag": "--sed 1"}
+SAMPLER = "--memory.sampler.name leitner --memory.sampler.options.boxs 3"
+MISTAKES = {  # "no such ..." is of a path that has `nowhere` in it
+    "train: a wrong range": "--train_data_dir . --learning_rate -1",
+    "train: an unknown YAML key": "--train_data_dir . --config {folder}/unknown.yaml",
+    "train: no such YAML file": "--train_data_dir . --config {folder}/nowhere.yaml",
+    "train: no such data": "--train_data_dir {folder}/nowhere",
+    "train: an unknown rule": "--train_data_dir . --gradient_control.name gsn",
+    "train: an unknown option of a sampler": f"--train_data_dir . {SAMPLER}",
+    "train: an unknown optimizer": "--train_data_dir . --optimizer AdmW",
+    "train: what excludes what": "--train_data_dir . --buckets --compile_model",
+    "audit: a wrong range": "--pipeline x --threshold 3",
+    "audit: no such targets": "--pipeline x --targets {folder}/nowhere",
+    "audit: no such phrases": "--pipeline x --phrases {folder}/nowhere",
+    "scan: no such data": "--train_data_dir {folder}/nowhere",
+    "prepare: a wrong range": "--per_phrase 0",
+    "prepare: no such target": "--target {folder}/nowhere --masks x --phrases a b --backgrounds . --out {folder}/out",
+    "prepare.preview: no such data": "{folder}/nowhere",
+    "report: no such run": "{folder}/nowhere",
+    "figures: no such run": "{folder}/nowhere --out {folder}/x.png",
+    "localise: a wrong range": ". --images 0",
+    "localise: no such run": "{folder}/nowhere",
+    "microworld.make: a wrong range": "--clean -1",
+    "microworld.build: no such autoencoder": "--vae {folder}/nowhere",
+    "microworld.export: no such base": "--pipeline {folder}/nowhere",
+    "emoji.make: a wrong range": "--clean -1",
+    "emoji.build: no such base": "--begin {folder}/nowhere",
+}
+ROWS = {
+    f"{name}: {what}": (*command, *words.split())
+    for name, command in COMMANDS.items()
+    for what, words in OF_EACH.items()
+}
+ROWS |= {name: (*COMMANDS[name.partition(":")[0]], *words.split()) for name, words in MISTAKES.items()}
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_a_mistake_is_said_within_a_second_in_little_memory(name, tmp_path):
     (tmp_path / "unknown.yaml").write_text("learnin_rate: 1\n")
-    words = tuple(word.format(folder=tmp_path) for word in start.ROWS[name])
-    cost = start.cost_of(words)
+    words = tuple(word.format(folder=tmp_path) for word in ROWS[name])
+    cost = cost_of(words)
     assert cost.code == (0 if name.endswith("--help") else 2), cost
     assert cost.is_light, cost
     assert ("no such" in name) == ("nowhere" in cost.said), cost
