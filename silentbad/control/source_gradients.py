@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from silentbad.control.statistics import Sample, row_dot
+from silentbad.device import send
 from silentbad.distributed.shards import world_size
 
 # ---------------------------------------------------------------- sources
@@ -46,7 +47,8 @@ class SourceBank:
         """Bank the gradients of these sources of a mixed micro-batch: losses (B,) with their graph,
         of B `sources`."""
         for name in names:
-            rows = [i for i, source in enumerate(sources) if source == name]
+            own = [i for i, source in enumerate(sources) if source == name]
+            rows = send(torch.tensor(own), losses.device)
             loss = losses[rows].sum() * (scale / len(losses))
             grads = torch.autograd.grad(
                 loss, self.sample.params, retain_graph=True, allow_unused=True

@@ -83,13 +83,20 @@ class TrainState:
         self.rate = self.lr_scheduler.get_last_lr()[0]
         self.lr_scheduler.step()
         if self.ema is not None:
-            parameters = [p for p in self.model.parameters() if p.requires_grad]
-            home = self.ema.shadow_params[0].device  # the CPU with offload_ema
-            self.ema.to(parameters[0].device)
-            self.ema.step(parameters)
-            self.ema.to(home)
+            self._average()
         self.step += 1
         self.skipped_in_row = 0
+
+    def _average(self) -> None:
+        """A step of the average, where the weights are; with offload_ema it returns into the memory
+        that it rests in, which is pinned for a GPU."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        resting = self.ema.shadow_params
+        self.ema.to(parameters[0].device, non_blocking=True)
+        self.ema.step(parameters)
+        if resting[0].device != parameters[0].device:
+            torch._foreach_copy_(resting, self.ema.shadow_params)
+            self.ema.shadow_params = resting
 
     @contextmanager
     def update_under_way(self) -> Iterator[None]:
@@ -180,9 +187,11 @@ class TrainState:
         warn_of_jump(self.lr_scheduler)
         if self.ema is not None:
             with checkpoint.explain_mismatch(source, "ema"):
-                devices = {p.device for p in self.ema.shadow_params}
+                resting = self.ema.shadow_params
                 self.ema.load_state_dict(state["ema"])
-                self.ema.to(devices.pop())
+                for mine, saved in zip(resting, self.ema.shadow_params, strict=True):
+                    mine.copy_(saved)
+                self.ema.shadow_params = resting
         with checkpoint.explain_mismatch(source, "counters"):
             counters = state["counters"]
             self.step = int(counters["step"])

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from silentbad import rng
-from silentbad.device import Mailbox
+from silentbad.device import Mailbox, send
 from silentbad.memory.masks import estimate_mask
 from silentbad.model.diffusion import prediction_target
 
@@ -109,19 +109,23 @@ class PhraseMemory:
         probes = [place % P for place in places]
         counted = sum(place < P for place in places)
 
-        pictures = [j % len(bank.latents) for j in probes]
+        # sent, since an index on the host would wait for the device
+        places_on_device = send(torch.tensor(probes), device)
+        pictures = places_on_device % len(bank.latents)
         latents = bank.latents[pictures]
-        timesteps = self.timesteps[probes].to(device)
-        noise = rng.noise(tuple(latents.shape[1:]), self.seed, f"probe/{i}", 0, probes).to(device)
+        timesteps = send(self.timesteps[probes], device)
+        shape = tuple(latents.shape[1:])
+        noise = send(rng.noise(shape, self.seed, f"probe/{i}", 0, probes), device)
         noisy_latents = scheduler.add_noise(latents, noise, timesteps)
-        model_pred = predict(noisy_latents, timesteps, [bank.texts[j] for j in pictures])
+        texts = [bank.texts[j % len(bank.latents)] for j in probes]
+        model_pred = predict(noisy_latents, timesteps, texts)
         target = prediction_target(scheduler, latents, noise, timesteps)
 
         error = (model_pred.float() - target).square().mean(dim=1, keepdim=True)
         weight = torch.ones_like(error) if bank.masks is None else bank.masks[pictures]
         error = (error * weight).sum(dim=(1, 2, 3)) / weight.sum(dim=(1, 2, 3)).clamp_min(1e-8)
         e = torch.zeros(P, device=device)
-        e[probes[:counted]] = error[:counted]
+        e[places_on_device[:counted]] = error[:counted]
         return self.reduce(e)
 
     def start(self, predict: Callable, scheduler) -> None:

@@ -159,10 +159,9 @@ def make_ema(model: torch.nn.Module, config: TrainConfig, device: torch.device) 
         return None
     parameters = [p for p in model.parameters() if p.requires_grad]
     ema = EMAModel(parameters, decay=config.ema_decay, foreach=config.foreach_ema)
-    if config.offload_ema:
-        ema.pin_memory() if torch.cuda.is_available() else ema.to("cpu")
-    else:
-        ema.to(device)
+    ema.to("cpu" if config.offload_ema else device)
+    if config.offload_ema and device.type == "cuda":
+        ema.pin_memory()
     return ema
 
 
