@@ -68,7 +68,7 @@ CHINESE = {
     "all": "全部",
     "all but the first": "除第一个外全部",
     "median step": "中位步数",
-    "drift": "漂移",
+    "clean error": "干净误差",
     "times sooner than `plain`": "比 `plain` 快几倍",
     "speed-up": "加速",
     "CIR, difference": "CIR 之差",

@@ -221,7 +221,7 @@ def briefly(read: Read, arms: Sequence[str]) -> str:
     for arm in map(read_arm, arms):
         runs, speed, _, cir, _, drift = counted(over(read, arm, PLAIN))
         table.append((code(arm), runs, speed, cir, drift))
-    return grid(("arm", "runs", "speed-up", "CIR, difference", "drift"), table)
+    return grid(("arm", "runs", "speed-up", "CIR, difference", "clean error"), table)
 
 
 def over_arms(read: Read, couples: Sequence[tuple[str, str]]) -> str:

@@ -4,10 +4,10 @@
 # speed in steps over plain's on twelve targets; tests/experiments/test_outcomes.py compares each
 # with the stored rows.
 OUTCOMES: dict[str, tuple[str, str]] = {
-    "gradient_control.gsnr": ("gsnr", "1.00 [1.00, 1.00] of plain's speed, less drift"),
+    "gradient_control.gsnr": ("gsnr", "1.00 [1.00, 1.00] of plain's speed, less rise of the clean error"),
     "gradient_control.prior": ("prior", "1.00 [1.00, 1.33] of plain's speed"),
     "gradient_control.inverse_rms": ("inverse_rms", "0.88 [0.63, 1.00] of plain's speed"),
-    "gradient_control.auto_rgn": ("auto_rgn", "1.00 [1.00, 1.33] of plain's speed, more drift"),
+    "gradient_control.auto_rgn": ("auto_rgn", "1.00 [1.00, 1.33] of plain's speed, more rise of the clean error"),
     "gradient_control.hypergradient": (
         "hypergradient",
         "1.00 [0.75, 1.50] of plain's speed, slower in seconds",
@@ -26,7 +26,7 @@ OUTCOMES: dict[str, tuple[str, str]] = {
     ),
     "memory.attention_binding.mass": ("attention_binding", "1.00 [1.00, 1.00] of plain's speed"),
     "memory.distillation.and": ("and_distillation", "0.63 [0.16, 1.00] of plain's speed"),
-    "memory.retention.l2_sp": ("retention", "0.83 [0.27, 1.00] of plain's speed, less drift"),
+    "memory.retention.l2_sp": ("retention", "0.83 [0.27, 1.00] of plain's speed, less rise of the clean error"),
     "memory.loss_balance.gradient_norm": ("", "no reported arm"),
     "memory.loss.soft_min_snr": ("", "no reported arm"),
     "memory.loss.debiased": ("", "no reported arm"),
