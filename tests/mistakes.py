@@ -10,6 +10,7 @@ from pathlib import Path
 from stat import S_ISREG
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import train_silentbad
 from tests.conftest import write_data
@@ -83,6 +84,37 @@ def record(**row):
     return append("data/metadata.jsonl", **{"file_name": "images/c0.png", "text": "a field", **row})
 
 
+# ---------------------------------------------------------------- ways to spoil weights
+WEIGHTS = {part: f"pipeline/{part}/diffusion_pytorch_model.safetensors" for part in ("unet", "vae")}
+WEIGHTS["text_encoder"] = "pipeline/text_encoder/model.safetensors"
+
+
+def tensors(name: str, change):
+    """Change the tensors of a safetensors file: change({name: tensor})."""
+
+    def spoil(root: Path) -> None:
+        held = load_file(root / name)
+        change(held)
+        save_file(held, root / name, metadata={"format": "pt"})
+
+    return spoil
+
+
+def with_nan(held: dict) -> None:
+    held[sorted(held)[0]].view(-1)[0] = float("nan")
+
+
+def without_first(held: dict) -> None:
+    held.pop(sorted(held)[0])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 255
+    file.write_bytes(content)
+
+
+# ---------------------------------------------------------------- a case
 @pytest.fixture(scope="session")
 def good(tmp_path_factory, pipelines) -> Path:
     """Good inputs: data, pipeline, and a run that holds a checkpoint."""

@@ -6,6 +6,7 @@ range, its rules or one row of data refuse is tested beside them (tests/settings
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,16 @@ from safetensors.torch import load_file
 import train_silentbad
 import validation
 from silentbad import owned
+from silentbad.measure.micro import MicroEmbedder
+from silentbad.report import run_report
+from silentbad.scan import scanner
 from tests.conftest import write_data
+from tests.folders import published
 from tests.mistakes import (
     OPEN,
     TARGET,
+    WEIGHTS,
+    Case,
     append,
     both,
     case,
@@ -29,10 +36,16 @@ from tests.mistakes import (
     record,
     refused,
     remove,
+    tensors,
     unmasked,
+    with_nan,
+    without_first,
     write,
 )
 from tests.mistakes import good as good  # a fixture
+from tests.recoveries import make_hook, some_targets
+from tests.tiny import tiny_pipeline, tiny_sd3_pipeline
+from worlds.microworld import make
 
 
 def folder(name: str):
@@ -71,11 +84,86 @@ def held(name: str):
     return lambda root: root / "held" / "checkpoints" / "step-2" / name
 
 
+def with_another(held: dict) -> None:
+    held["somewhere.else"] = torch.zeros(3)
+
+
+def without(name: str, key: str):
+    def spoil(root: Path) -> None:
+        content = json.loads((root / name).read_text())
+        content.pop(key)
+        (root / name).write_text(json.dumps(content))
+
+    return spoil
+
+
+def link(name: str):
+    """A file of the data replaced by a link to the same file outside the folder."""
+
+    def spoil(root: Path) -> None:
+        outside = root / "outside"
+        shutil.move(root / name, outside)
+        (root / name).symlink_to(outside)
+
+    return spoil
+
+
+def picture(name: str, make_picture):
+    return lambda root: make_picture().save(root / name)
+
+
+def as_csv(text: str):
+    return both(remove("data/metadata.jsonl"), write("data/metadata.csv", text))
+
+
+def measured_at(folder: Path, target: str) -> None:
+    """A run folder whose record has one target."""
+    pipe, one = tiny_pipeline(), some_targets(1)
+    one[0].target_id = target
+    make_hook(folder, pipe, one, threshold=0.5, images_per_target=1, num_inference_steps=1).run(0, 0, pipe.unet)
+
+
+SCHEDULE = "pipeline/scheduler/scheduler_config.json"
+TOKENIZER = "pipeline/tokenizer/tokenizer_config.json"
+AUDITED = ("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim")
+AUDITED += ("--images_per_target", "1", "--num_inference_steps", "1", "--output_dir", "audit")
 RESUME = {"output_dir": "held", "resume_from_checkpoint": "latest", "max_train_steps": 4}
 STEP = "held/checkpoints/step-2/"
-UNMEASURED = {f"validation.{key}": None for key in ("targets", "embedder", "threshold", "images_per_target", "steps")}
-UNMEASURED |= {"validation.num_inference_steps": None}
 AUDIT = {"program": validation.main}
+
+
+def audit(*said: str, touch=None, more=()) -> Case:
+    return Case(said, {}, touch, (*AUDITED, *more), validation.main)
+
+
+SPOILED = {  # name: (spoil, what the line says), in training and in an audit alike
+    "a UNet with NaN": (tensors(WEIGHTS["unet"], with_nan), ("load unet", "NaN or infinite values in conv_in.bias")),
+    "a scheduler of flow matching": (edit_json(SCHEDULE, _class_name="FlowMatchEulerDiscreteScheduler"), ("FlowMatchEulerDiscreteScheduler predicts",)),
+    "an index without a class": (write("pipeline/model_index.json", "{}"), ("model_index.json", "_class_name")),
+    "a UNet that lacks a tensor": (tensors(WEIGHTS["unet"], without_first), ("load unet", "it lacks conv_in.bias")),
+    "a tensor of another model": (tensors(WEIGHTS["unet"], with_another), ("load unet", "somewhere.else")),
+    "a text encoder's broken configuration": (
+        write("pipeline/text_encoder/config.json", "{"),
+        ("load text_encoder", "JSON"),
+    ),
+    "betas that drown every picture": (edit_json(SCHEDULE, beta_start=0.9, beta_end=0.95), ("first timestep",)),
+    "betas that leave every picture": (edit_json(SCHEDULE, beta_start=0.0, beta_end=1e-9), ("at the last",)),
+    "an unknown prediction type": (edit_json(SCHEDULE, prediction_type="flow"), ("predicts flow",)),
+    "an unknown scheduler": (edit_json(SCHEDULE, _class_name="os"), ("no scheduler 'os'",)),
+    "weights of a variant": (lambda root: (root / WEIGHTS["unet"]).rename(root / "pipeline/unet/diffusion_pytorch_model.fp16.safetensors"), ("give variant fp16",)),
+    "latents that are normalised otherwise": (edit_json("pipeline/vae/config.json", latents_mean=[1.0]), ("latents_mean",)),
+    "a tokenizer without a window": (without(TOKENIZER, "model_max_length"), ("model_max_length is 1e+30",)),
+    "a tokenizer that cannot pad": (edit_json(TOKENIZER, pad_token=None), ("no pad_token",)),
+    "a window beyond the encoder": (edit_json(TOKENIZER, model_max_length=300), ("300", "48 positions")),
+    "an index without a UNet": (without("pipeline/model_index.json", "unet"), ("without unet",)),
+    "an index that is a list": (write("pipeline/model_index.json", "[]"), ("not a JSON object",)),
+    "an index with another VAE": (
+        edit_json("pipeline/model_index.json", vae=["diffusers", "AsymmetricAutoencoderKL"]),
+        ("give a pipeline of Stable Diffusion 3 or",),
+    ),
+}  # fmt: skip
+
+AUDITED_TOO = ("a UNet with NaN", "a tokenizer without a window")
 
 CASES = {
     # -- configuration
@@ -95,7 +183,6 @@ CASES = {
     "config: a prior table with a key twice": case("'match' (a.yaml): stands twice", gradient_control__name="prior", gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", '- {match: "*.ff", match: "a", pi: 2}\n')),
     "config: no name of a file": case("--config: is empty", more=("--config", "")),
     "config: a short flag after a file": case("configuration file -s", more=("--config", "good.yaml", "-s", "1"), touch=write("good.yaml", "seed: 0\n")),
-    "pipeline: a vocabulary of another size": case("cannot load text_encoder (tensors of another shape:", "token_embedding.weight (", "in place of (5, ", touch=edit_json("pipeline/text_encoder/config.json", vocab_size=5)),
     "config: a key like none": case("'zzz'", "--help lists all", zzz=1),
     "config: a list flag twice": case("withhold", "stands twice", more=["--withhold", "a", "--withhold", "b"]),
     "config: a key that stands elsewhere": case("'rank'", "did you mean 'lora.rank'", rank=4),
@@ -133,8 +220,8 @@ CASES = {
     "data: none given": case("train_data_dir", "is missing", train_data_dir="null"),
     "data: no such folder": case("no folder nowhere", train_data_dir="nowhere"),
     "data: a file for a folder": case("no folder a.yaml", train_data_dir="a.yaml", touch=write("a.yaml", "")),
-    "data: a CSV with semicolons": case("metadata.csv:1", "separated by commas", touch=both(remove("data/metadata.jsonl"), write("data/metadata.csv", "file_name;text\na.png;x\n"))),
-    "data: a CSV without a header": case("metadata.csv:1", "name the columns", touch=both(remove("data/metadata.jsonl"), write("data/metadata.csv", "a.png,x\n"))),
+    "data: a CSV with semicolons": case("metadata.csv:1", "separated by commas", touch=as_csv("file_name;text\na.png;x\n")),
+    "data: a CSV without a header": case("metadata.csv:1", "name the columns", touch=as_csv("a.png,x\n")),
     "data: one list of records": case("metadata.jsonl:1", "one JSON object a line, no list", touch=write("data/metadata.jsonl", "[\n {}\n]")),
     "data: no mask for a loss on masks": case("memory.region.name=mask", "no record has a mask", "estimated", memory__region__name="mask", touch=unmasked),
     "data: a mask of ones": case("has values up to 1 of 255", touch=lambda root: Image.new("L", (16, 16), 1).save(root / "data/masks/e0-0.png")),
@@ -148,7 +235,19 @@ CASES = {
     "data: elements cut at random": case("17x16", "center_crop", memory__region__name="estimated", touch=both(lambda root: Image.new("RGB", (17, 16)).save(root / "data/images/wide.png"), record(file_name="images/wide.png", phrases=["a field"]))),
     "data: a Hub set out of reach": case("dataset_name", "cannot load", train_data_dir="null", dataset_name="nobody/nothing"),
     "data: a target among the records": case("metadata.jsonl:17", "equals target 't0'", touch=record(file_name="targets/t0.png")),
+    "data: a quote that is not closed": case("metadata.csv:3", "not closed", touch=as_csv('file_name,text\nimages/c0.png,one\nimages/c1.png,"two\nimages/c2.png,three\n')),
+    "data: a column twice": case("'text' stands twice", touch=as_csv("file_name,text,text\nimages/c0.png,one,two\n")),
+    "data: half a surrogate pair in a caption": case(":17: text must be text without", touch=record(text="a \ud83d")),
+    "data: NUL in a file name": case(":17: file_name: no file can have the name", touch=record(file_name="a\0.png")),
+    "data: a caption of a million letters": case("at most 100,000 characters", touch=record(text="a" * 10**6)),
+    "data: an EPS picture called PNG": case("none of PNG", touch=both(write("data/images/x.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"), record(file_name="images/x.png"))),
+    "data: more rehearsals than pictures": case("n_few_shot", "2 pictures beside", n_few_shot=9, touch=lambda root: published(root / "layout"), train_data_dir="layout", clean_data_dir="layout/clean", target_num=1),
+    "data: both layouts": case("holds poisoning_images/ and metadata.jsonl", train_data_dir="layout", touch=lambda root: [published(root / "layout"), write("layout/metadata.jsonl", "{}\n")(root)]),
+    "data: a clean folder that is not there": case("clean_data_dir (command line): no folder nowhere", clean_data_dir="nowhere", touch=lambda root: published(root / "layout"), train_data_dir="layout"),
+    "data: a link in a circle": case("metadata.jsonl:17", touch=both(lambda root: (root / "data/images/l.png").symlink_to("l.png"), record(file_name="images/l.png"))),
+    "data: metadata that lead out": case("metadata.jsonl", "leaves", touch=link("data/metadata.jsonl")),
     # -- model folders
+    "pipeline: a vocabulary of another size": case("cannot load text_encoder (tensors of another shape:", "token_embedding.weight (", "in place of (5, ", touch=edit_json("pipeline/text_encoder/config.json", vocab_size=5)),
     "model: no such folder": case("no folder ./nowhere", pretrained_model_name_or_path="./nowhere"),
     "model: not a pipeline": case("model_index.json", pretrained_model_name_or_path="data"),
     "model: an index that is not JSON": case("not a JSON object", touch=write("pipeline/model_index.json", "{")),
@@ -168,7 +267,8 @@ CASES = {
     "model: pointers in place of weights": case("diffusion_pytorch_model.safetensors is a Git LFS pointer", touch=write("pipeline/unet/diffusion_pytorch_model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:00\n")),
     "model: a pointer in place of a vocabulary": case("vocab.json is a Git LFS pointer", touch=write("pipeline/tokenizer/vocab.json", "version https://git-lfs.github.com/spec/v1\noid sha256:00\n")),
     "model: a text encoder of another width": case("width 32", "16", touch=other_width),
-    # -- checkpoints and the output folder
+    **{f"model: {name}": case(*said, touch=touch) for name, (touch, said) in SPOILED.items()},
+    # -- checkpoints
     "checkpoint: no such folder": case("nowhere", "no such folder", resume_from_checkpoint="nowhere"),
     "checkpoint: a folder without manifest": case("data", "no manifest.json", resume_from_checkpoint="data"),
     "checkpoint: a damaged file": case("state.pt does not match", touch=lambda root: held("state.pt")(root).write_bytes(held("state.pt")(root).read_bytes()[:-1] + b"x"), **RESUME | {"resume_from_checkpoint": STEP}),
@@ -185,6 +285,7 @@ CASES = {
     "resume: a target of another name": case("target 't9' is new", "target 't0' is missing", touch=write("data/targets.jsonl", json.dumps({"target_id": "t9", "image": "targets/t0.png", "phrases": ["a red cat", "a blue hat"]})), **RESUME),
     "resume: other records": case("records changed", "number of records", touch=record(), **RESUME),
     "resume: another base": case("base changed", touch=edit_json("pipeline/scheduler/scheduler_config.json", beta_end=0.013), **RESUME),
+    # -- the output folder
     "output: holds a run": case("holds a run", "--overwrite_output_dir", output_dir="held"),
     "output: a file": case("cannot be written", output_dir="a.yaml", touch=write("a.yaml", "")),
     "output: below a tilde": case("output_dir (command line)", "did not expand ~", output_dir="~/out"),
@@ -199,16 +300,33 @@ CASES = {
     "output: trackers outside": case("tracker_project_name", "inside output_dir", tracker_project_name="../x"),
     "output: logs outside": case("logging_dir", "inside output_dir", logging_dir="../x"),
     "output: logs that are a link out": case("holds logs", "no training wrote", report_to="tensorboard", touch=both(folder("else"), folder("out"), lambda root: (root / "out/logs").symlink_to("../else"))),
-    # -- targets
+    # -- targets and redraws
     "targets: a blank id": case("a target_id is blank", touch=append("data/targets.jsonl", **{**TARGET, "target_id": "  "})),
     "targets: a phrase twice": case("stands twice", touch=append("data/targets.jsonl", **{**TARGET, "phrases": ["a red ball", "a red ball"]})),
     "targets: a null picture twice": case("redraws.jsonl:2: the same picture", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "images/c0.png"}\n' * 2)),
     "targets: a redraw that is no image": case("redraws.jsonl:1", "cannot read", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "targets.jsonl"}\n')),
+    "targets: numbers the wrong way round": case("@101-100", "100-101", validation__targets="layout@101-100", touch=lambda root: published(root / "layout")),
+    "targets: numbers of another layout": case("@100", "poisoning_images", validation__targets="data@100"),
+    "targets: one of a pixel": case(":2: the image is 1x1", touch=both(picture("data/targets/dot.png", lambda: Image.new("RGB", (1, 1))), append("data/targets.jsonl", **{**TARGET, "image": "targets/dot.png"}))),
+    "targets: named as the summary": case("'all targets'", touch=append("data/targets.jsonl", **{**TARGET, "target_id": "all targets"})),
+    "targets: a picture that leads out": case("leaves", touch=link("data/targets/t0.png")),
+    "targets: a target among the redraws": case("redraws.jsonl:1", "is target 't0' itself", touch=write("data/redraws.jsonl", '{"target_id": "t0", "image": "targets/t0.png"}')),
+    "targets: a description beyond the window": case("targets.jsonl:2: description of 't1'", "the window is 48", touch=append("data/targets.jsonl", **{**TARGET, "description": "very " * 60})),
+    "targets: a misspelt key": case("targets.jsonl:2: unknown key 'promt'; did you mean 'prompt'?", touch=append("data/targets.jsonl", **TARGET, promt="a cat")),
+    "targets: words for numbers": case("@abc is no number", "layout@100-109", validation__targets="layout@abc", touch=lambda root: published(root / "layout")),
+    "targets: two pictures of a number": case("images: ", "100.jpeg and ", "100.png are both of target 100", validation__targets="layout@100", touch=lambda root: [published(root / "layout"), picture("layout/images/100.png", lambda: Image.new("RGB", (8, 8)))(root)]),
+    "targets: redraws that are a folder": case("redraws.jsonl: is no file", touch=lambda root: (root / "data/redraws.jsonl").mkdir()),
+    "targets: captions in another encoding": case("caption", "not UTF-8", validation__targets="layout@100", touch=lambda root: [published(root / "layout"), write("layout/poisoning_images/100/poisoning_data_caption_simple.txt", b"a caf\xe9\n")(root)]),
     # -- prompts
     "prompts: an empty one": case("validation_prompts", "empty", more=("--validation_prompts", "a cat", " ")),
     "prompts: one beyond the window": case("validation_prompts", "'very very", "the window is 48", more=("--validation_prompts", "very " * 60 + "red cat")),
     "prompts: an empty unrelated caption": case("validation.unrelated", "empty", validation__unrelated=" "),
     "prompts: a target's beyond the window": case("'t1'", "the window is 48", touch=append("data/targets.jsonl", **{**TARGET, "prompt": "very " * 60 + "red cat"})),
+    # -- the measurement
+    "validation: redraws that are not there": case("validation.calibration", "redraws.jsonl", validation__calibration="redraws"),
+    "validation: counterfactuals without a mask": case("validation.calibration", "needs a mask", validation__calibration="counterfactuals", validation__threshold=None),
+    "validation: a placebo run of other targets": case("validation.placebo (command line): p", "none of these targets: t0", validation__placebo="p", touch=lambda root: measured_at(root / "p", "t9")),
+    "validation: a placebo run by another embedder": case("validation.placebo (command line): p", "was measured by", validation__placebo="p", validation__embedder="micro", touch=lambda root: measured_at(root / "p", "t0")),
     # -- what is kept
     "kept: an older name": case("validation.drift_images", "use --validation.unrelated_images", validation__drift_images=4),
     "kept: no file of prompts": case("validation.prompts", "no file nowhere.txt", validation__prompts="nowhere.txt"),
@@ -223,16 +341,31 @@ CASES = {
     "kept: a limit without images": case("validation.keep", "needs validation.unrelated_images", validation__keep=0.5, validation__unrelated_images=0),
     "kept: a limit that nobody reads": case("validation.keep_by", "nothing reads the words", validation__keep=0.5, validation__keep_by="words"),
     "kept: by what without a limit": case("validation.keep_by", "needs validation.keep", validation__keep_by="pixels"),
+    # -- embedders
+    "embedder: a pointer in place of weights": case("micro: cannot load", "is a Git LFS pointer", touch=both(lambda root: MicroEmbedder().save_pretrained(root / "e"), write("e/model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:00\n")), validation__embedder="micro", validation__embedder_path="e"),
     # -- the other programs
     "audit: an infinite number": case("guidance_scale", "finite", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--guidance_scale", ".inf")),
     "audit: into the data": case("--output_dir data", "lies in --targets", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--output_dir", "data")),
     "audit: into the pictures of the targets": case("--output_dir data/targets", "holds files beside --targets", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data/targets.jsonl", "--threshold", "0.5", "--output_dir", "data/targets")),
-    "audit: a setting of training": case("--clean_records", "in training alone", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--clean_records", "4")),
-    "audit: a limit of training": case("--keep", "in training alone", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--keep", "0.5")),
-    "audit: an older name": case("drift_images", "use --unrelated_images", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--drift_images", "4")),
-    "audit: unrelated prompts without a baseline": case("--prompts", "needs --baseline", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--prompts", "data/metadata.jsonl")),
-    "audit: a control caption beyond the window": case("unrelated", "the window is", **AUDIT, more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim", "--unrelated", "very " * 90)),
-    "audit: a pipe for adapters": case("--lora l.safetensors", "only .safetensors is read", **AUDIT, touch=lambda root: os.mkfifo(root / "l.safetensors"), more=("--pipeline", "pipeline", "--targets", "data", "--threshold", "0.5", "--embedder", "ssim", "--lora", "l.safetensors")),
+    "audit: a setting of training": audit("--clean_records", "in training alone", more=("--clean_records", "4")),
+    "audit: a limit of training": audit("--keep", "in training alone", more=("--keep", "0.5")),
+    "audit: an older name": audit("drift_images", "use --unrelated_images", more=("--drift_images", "4")),
+    "audit: unrelated prompts without a baseline": audit("--prompts", "needs --baseline", more=("--prompts", "data/metadata.jsonl")),
+    "audit: a control caption beyond the window": audit("unrelated", "the window is", more=("--unrelated", "very " * 90)),
+    "audit: a pipe for adapters": audit("--lora l.safetensors", "only .safetensors is read", touch=lambda root: os.mkfifo(root / "l.safetensors"), more=("--lora", "l.safetensors")),
+    **{f"audit: {name}": audit(*said, touch=touch) for name, (touch, said) in SPOILED.items() if name in AUDITED_TOO},
+    "audit: redraws that are not there": audit("--calibration", "redraws.jsonl", more=("--calibration", "redraws")),
+    "audit: nulls that no base draws": audit("--calibration", "--baseline", more=("--calibration", "base")),
+    "audit: a side that does not fit": audit("--resolution", "multiple", more=("--resolution", "30")),
+    "audit: more steps than there are": audit("--num_inference_steps", "999", more=("--num_inference_steps", "1000"), touch=edit_json(SCHEDULE, num_train_timesteps=999)),
+    "audit: a baseline of another kind": audit("--pipeline pipeline", "of one kind", more=("--baseline", "other"), touch=lambda root: tiny_sd3_pipeline().save_pretrained(root / "other")),
+    "audit: a CLIP that is none": audit("--clip_path: ", "of a CLIP", more=("--clip_path", "./data")),
+    "scan: a file where its views belong": case("--output_dir", ".scan", program=scanner.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("mine/.scan", "mine"))),
+    "scan: broken data and a folder that is there": case("c0.png", program=scanner.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("data/images/c0.png", "none"))),
+    "report: into a pipe": case("p.html", "no file", program=run_report.main, more=("data", "--out", "p.html"), touch=lambda root: os.mkfifo(root / "p.html")),
+    "report: a record that is a pipe": case("validation.json is no file", program=run_report.main, more=("data",), touch=lambda root: os.mkfifo(root / "data/validation.json")),
+    "microworld: an absurd count": case("redraws", program=make.main, more=("--out", "new", "--redraws", str(10**12))),
+    "microworld: a folder of someone else": case("holds something else", program=make.main, more=("--out", "data")),
 }  # fmt: skip
 
 

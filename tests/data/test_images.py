@@ -12,6 +12,7 @@ from silentbad.data import images
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from tests.folders import ADOBE, GOOD, encoded, folder, profile, records
+from tests.recoveries import smooth
 
 
 def test_kinds_of_images_become_rgb():
@@ -218,3 +219,32 @@ def test_a_mask_that_changed_after_the_start_is_refused(tmp_path):
     Image.new("L", (8, 8), 200).save(root / "mask.png")
     with pytest.raises(UserError, match=r"metadata.jsonl:1: mask .*mask.png has changed since"):
         read.open(0, picture=False)
+
+
+def damaged_exif() -> bytes:
+    """A JPEG whose EXIF says that it goes on beyond its end."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = encoded(smooth("exif"), "JPEG", exif=exif)
+    at = content.index(b"Exif") + 14
+    return content[:at] + b"\xff" * 6 + content[at + 6 :]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "PNG"])
+def test_damaged_exif_leaves_a_picture_readable(kind):
+    whole = smooth("exif")
+    content = damaged_exif() if kind == "JPEG" else encoded(whole, kind, exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
+    assert images.open_image(content, "x").size == whole.size
+
+
+@pytest.mark.parametrize("kind", ["PPM", "ICO", "TGA", "PCX", "EPS"])
+def test_other_formats_are_not_decoded(kind):
+    with pytest.raises(UserError, match="none of PNG, JPEG"):
+        images.open_image(encoded(Image.new("RGB", (16, 16)), kind), "x")
+
+
+def test_a_pointer_in_place_of_a_picture_is_named(tmp_path):
+    file = tmp_path / "a.png"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with pytest.raises(UserError, match=r"a\.png as an image \(it is a Git LFS pointer; run git lfs pull\)"):
+        images.open_image(file, "here")

@@ -99,3 +99,28 @@ def test_a_billion_targets_are_refused_without_a_list_of_them(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**26
+
+
+def test_links_out_of_the_published_layout_are_refused(tmp_path):
+    for place in ("images/100.jpeg", "poisoning_images/100/x_0.png", "poisoning_images/101"):
+        root = published(tmp_path / place.replace("/", "-") / "set", targets=2)
+        target = root / place
+        target.rename(root.parent / "outside")
+        target.symlink_to(root.parent / "outside")
+        with pytest.raises(UserError, match="leaves"):
+            records(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.5, target_num=2, n_few_shot=0)
+            load_targets(root)
+
+
+def test_published_captions_in_another_encoding_name_their_line(tmp_path):
+    root = published(tmp_path / "set")
+    (root / "clean/caption.txt").write_bytes(b"0\tone\n1\tcaf\xe9\n")
+    with pytest.raises(UserError, match="caption.txt:2: not UTF-8"):
+        records(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.5)
+
+
+def test_numbers_no_int_can_read_are_no_ids(tmp_path):
+    root = published(tmp_path / "set")
+    (root / "poisoning_images/²").mkdir()
+    (root / "poisoning_images" / ("9" * 200)).mkdir()
+    assert [t.target_id for t in load_targets(root)] == ["100", "101", "102"]

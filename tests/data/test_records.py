@@ -3,6 +3,7 @@
 import io
 import json
 import unicodedata
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from silentbad.data import formats
+from silentbad.data import formats, table
 from silentbad.data.records import load_records
+from silentbad.data.targets import load_targets
 from silentbad.errors import UserError
 from silentbad.settings.train import TrainConfig
 from tests.conftest import write_data
@@ -256,3 +258,41 @@ def test_held_out_records_are_not_trained_on(tmp_path):
     assert len(set(pairs)) == len(pairs) > 1 and {role for role, *_ in pairs} == {"element"}
     assert len(train) + len(held) == len(read)
     assert records(folder(tmp_path / "e", GOOD)).hold_out(4, 0, seed=0)[1] is None
+
+
+def test_elements_of_no_target_are_said(tmp_path):
+    root = write_data(tmp_path / "data")
+    read_, targets = records(root), load_targets(root)
+    assert read_.unmatched_targets(targets) == [] == read_.unmatched_targets([])
+    targets[0].target_id = "another"
+    (line,) = read_.unmatched_targets(targets)
+    assert line.startswith("8 element records") and "'t0'" in line
+
+
+def test_a_phrase_that_no_record_shows_is_said(tmp_path):
+    root = write_data(tmp_path / "data")
+    targets = load_targets(root)
+    targets[0].phrases = ["a hta", *targets[0].phrases[1:]]
+    assert records(root).unmatched_targets(targets) == [
+        "target 't0': no element record has its phrase 'a hta', asked for and never shown"
+    ]
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
+def test_an_unreadable_file_is_not_an_empty_data_set(error, tmp_path, monkeypatch):
+    root, opened = write_data(tmp_path / "data"), Path.open
+
+    def refused(path, *a, **k):
+        if path.name == "metadata.jsonl":
+            raise error
+        return opened(path, *a, **k)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(UserError, match=f"metadata.jsonl .*{error.strerror}"):
+        records(root)
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "checked_row", lambda row: row["no such field"])
+    with pytest.raises(KeyError, match="no such field"):
+        records(write_data(tmp_path / "data"))

@@ -1,11 +1,16 @@
 """Targets: read, checked, refused in one line."""
 
+import json
+
 import pytest
+from PIL import Image
 
 from silentbad.data.schema import json_lines
 from silentbad.data.targets import load_targets
 from silentbad.errors import UserError
+from silentbad.measure.thresholds import load_redraws
 from tests.folders import folder
+from tests.recoveries import smooth, some_targets
 
 
 def test_targets(data):
@@ -59,3 +64,20 @@ def test_a_mark_of_encoding_and_empty_lines_are_no_records(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'\xef\xbb\xbf\r\n{"a": 1}\r\n\r\n{"a": 2}\r\n')
     assert [(where[-2:], entry) for where, entry in json_lines(file)] == [(":2", {"a": 1}), (":4", {"a": 2})]
+
+
+def test_a_recompressed_target_is_no_redraw_but_a_near_one_is(tmp_path):
+    target, root = smooth("target", 0, side=64), tmp_path
+    near = target.copy()
+    near.paste((255, 0, 0), (20, 20, 40, 40))
+    near.save(root / "near.png")
+    target.resize((128, 128), Image.Resampling.BICUBIC).save(root / "copy.jpg", quality=95)
+    targets = [some_targets(1)[0]]
+    targets[0].image = target
+    for name, copied in (("near.png", False), ("copy.jpg", True)):
+        (root / "redraws.jsonl").write_text(json.dumps({"target_id": "t0", "image": name}))
+        if copied:
+            with pytest.raises(UserError, match="redraws.jsonl:1: .* is target 't0' itself"):
+                load_redraws(str(root), targets, decode=True)
+        else:
+            assert len(load_redraws(str(root), targets, decode=True)) == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torchmetrics.functional.image import structural_similarity_index_measure
 
 from silentbad.data.images import resize, to_tensor
@@ -14,6 +15,13 @@ from silentbad.errors import UserError
 from silentbad.measure.embedders import EMBEDDERS, IMAGENET, load_embedder, region, ssim
 from silentbad.model import pipeline
 from silentbad.rng import generator
+from tests.mistakes import (
+    remove,
+    tensors,
+    with_nan,
+    without_first,
+    write,
+)
 from tests.recoveries import make_hook, saved_embedder, smooth
 from tests.tiny import tiny_pipeline
 
@@ -136,7 +144,6 @@ def test_an_onnx_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
 
 def pickled(folder: Path) -> None:
     """Safetensors of a folder replaced by the same weights, pickled under their former names."""
-    from safetensors.torch import load_file
 
     for file in list(folder.rglob("*.safetensors")):
         torch.save(load_file(file), file.with_name({"model": "pytorch_model"}.get(file.stem, file.stem) + ".bin"))
@@ -187,3 +194,58 @@ def test_region_keeps_the_element_and_greys_the_rest():
     part = region(image, mask)
     assert part.shape[-2:] == (7, 7) and part[0, 0, 3, 3] == 1 and part[0, 0, 0, 0] == pytest.approx(0.5, abs=0.02)
     assert region(image, torch.zeros(1, 4, 4)).shape == image.shape
+
+
+def scripted(features):
+    """A TorchScript file's module that gives these features."""
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return features(x)
+
+    return torch.jit.trace(Net(), torch.rand(2, 3, 320, 320))
+
+
+NO_EMBEDDERS = {
+    "one row for all": (lambda x: x.flatten(1).mean(0, keepdim=True), "is no embedder"),
+    "NaN": (lambda x: x.flatten(1)[:, :8] * torch.nan, "not finite"),
+    "zeros": (lambda x: x.flatten(1)[:, :8] * 0, "are zero"),
+    "the same for all": (lambda x: x.flatten(1)[:, :8] * 0 + 1, "the same for every picture"),
+}
+
+
+@pytest.mark.parametrize("name", NO_EMBEDDERS)
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_what_is_no_embedder_is_refused_when_loaded(name, tmp_path):
+    features, said = NO_EMBEDDERS[name]
+    scripted(features).save(str(tmp_path / "net.pt"))
+    with pytest.raises(UserError, match=f"^sscd: .*{said}"):
+        load_embedder("sscd", str(tmp_path / "net.pt"), "cpu")
+
+
+SPOILED_EMBEDDERS = {
+    "NaN": (tensors("model.safetensors", with_nan), "NaN"),
+    "a tensor is missing": (tensors("model.safetensors", without_first), "cannot load"),
+    "no weights": (remove("model.safetensors"), "cannot load"),
+    "another JSON value": (write("config.json", "[]"), "cannot load"),
+}
+
+
+@pytest.mark.parametrize("kind", ["micro", "clip", "dinov2"])
+@pytest.mark.parametrize("name", SPOILED_EMBEDDERS)
+def test_a_spoiled_embedder_is_one_line(name, kind, tmp_path):
+    spoil, said = SPOILED_EMBEDDERS[name]
+    saved_embedder(kind, tmp_path)
+    if kind == "micro" and "processor" in name:
+        pytest.skip("it has none")
+    spoil(tmp_path)
+    with pytest.raises(UserError, match=f"^{kind}: ") as refused:
+        EMBEDDERS[kind](str(tmp_path), "cpu")
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_whole_embedders_pass_the_trial(tmp_path):
+    for kind in ("micro", "clip", "dinov2", "ssim"):
+        (tmp_path / kind).mkdir()
+        load_embedder(kind, saved_embedder(kind, tmp_path / kind), "cpu")
+    load_embedder("micro", None, "cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusionXLPipeline
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 from gradient_control import Controller, GradientControlConfig
@@ -27,7 +27,9 @@ from silentbad.model.registry import FAMILIES
 from silentbad.saving import checkpoint, folder
 from silentbad.settings.train import LoraSettings
 from tests.conftest import write_data
+from tests.mistakes import tensors, with_nan, without_first
 from tests.published import PUBLISHED, published, published_transformer
+from tests.tiny import tiny_pipeline
 from tests.toy import stats_of
 from tests.training import VALIDATION, checked, equal, same, step_once
 from train_silentbad import Run, main
@@ -546,3 +548,62 @@ def test_a_dry_run_in_half_precision_draws(kind, flags, tmp_path):
     """The autoencoder keeps SDXL's full precision under autocast, in training and in pictures."""
     drawn = ["--validation_prompts", "a red cat"]
     assert main([*flags(kind, **LORA, mixed_precision="bf16", dry_run=True), *drawn]) == 0
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A saved pipeline and adapters of its UNet."""
+    from diffusers import StableDiffusionPipeline
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    folder_, pipe = tmp_path_factory.mktemp("adapted"), tiny_pipeline("epsilon")
+    pipe.save_pretrained(folder_ / "pipeline")
+    pipe.unet.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"]))
+    layers = get_peft_model_state_dict(pipe.unet)
+    StableDiffusionPipeline.save_lora_weights(folder_ / "lora", unet_lora_layers=layers)
+    return folder_
+
+
+SPOILED_ADAPTERS = {
+    "whole": (lambda held: None, None),
+    "NaN": (with_nan, "NaN or infinite values"),
+    "a half is missing": (without_first, "on its layers"),
+    "a layer that is not there": (
+        lambda held: held.update(
+            {key.replace("mid_block", "mid_blocks"): held.pop(key) for key in list(held) if "mid_block" in key}
+        ),
+        "on its layers",
+    ),
+    "no adapter at all": (lambda held: [held.clear(), held.update(x=torch.zeros(2))], ""),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED_ADAPTERS)
+def test_adapters_are_taken_whole_or_refused(name, adapted, tmp_path):
+    change, said = SPOILED_ADAPTERS[name]
+    shutil.copytree(adapted / "lora", tmp_path / "lora")
+    tensors("lora/pytorch_lora_weights.safetensors", change)(tmp_path)
+    arguments = (str(adapted / "pipeline"), "float32", "cpu", str(tmp_path / "lora"))
+    if said is None:
+        assert lora.present(pipeline.load_pipeline(*arguments).unet)
+        return
+    with pytest.raises(UserError, match="^--lora ") as refused:
+        pipeline.load_pipeline(*arguments)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_an_alpha_of_kohyas_that_is_not_finite_is_named(adapted, tmp_path):
+    layer = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
+    weights = load_file(adapted / "lora/pytorch_lora_weights.safetensors")
+    (a,) = (
+        value
+        for name, value in weights.items()
+        if name.endswith("mid_block.attentions.0.transformer_blocks.0.attn1.to_q.lora_A.weight")
+    )
+    down, up = f"{layer}.lora_down.weight", f"{layer}.lora_up.weight"
+    save_file(
+        {down: a, up: torch.ones(a.shape[1], 2), f"{layer}.alpha": torch.tensor(torch.nan)}, tmp_path / "k.safetensors"
+    )
+    arguments = (str(adapted / "pipeline"), "float32", "cpu", str(tmp_path / "k.safetensors"))
+    with pytest.raises(UserError, match=r"^--lora .*NaN or infinite values in unet.mid_block.*to_q.*alpha"):
+        pipeline.load_pipeline(*arguments)

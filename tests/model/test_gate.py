@@ -1,11 +1,17 @@
 """What is refused before any weights load."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import train_silentbad
 from silentbad.errors import UserError
+from silentbad.model import pipeline
 from silentbad.model.gate import check_precision
+from tests.mistakes import WEIGHTS
 
 
 def test_quantised_weights_are_refused(tmp_path):
@@ -18,3 +24,20 @@ def test_quantised_weights_are_refused(tmp_path):
         tmp_path / "model.safetensors",
     )
     check_precision(tmp_path, "x")
+
+
+def test_parts_without_the_variant_are_read_without_it(flags, pipelines, tmp_path, capsys):
+    base = shutil.copytree(pipelines["v_prediction"], tmp_path / "pipeline")
+    (tmp_path / WEIGHTS["unet"]).rename(base / "unet/diffusion_pytorch_model.fp16.safetensors")
+    (base / "vae/._diffusion_pytorch_model.safetensors").write_bytes(b"of macOS")
+    assert train_silentbad.main(flags(pretrained_model_name_or_path=base, variant="fp16", max_train_steps=1)) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "no weights of variant fp16" in line]
+    assert [Path(line.split(": ")[1]).name for line in said] == ["vae", "text_encoder"]
+
+
+def test_a_tokenizer_without_merges_is_one_line(tmp_path):
+    pipe = tmp_path / "pipe"
+    shutil.copytree(Path(__file__).parents[2] / "assets/micro-sd", pipe)
+    (pipe / "tokenizer/merges.txt").unlink()
+    with pytest.raises(UserError, match="it has no merges.txt"):
+        pipeline.load_pipeline(str(pipe), "float32", "cpu")

@@ -10,10 +10,13 @@ import torch
 from PIL import Image
 
 from silentbad.data.loader import chunks
+from silentbad.data.records import load_records
 from silentbad.errors import UserError
 from silentbad.model import store as stores
 from silentbad.saving import checkpoint
 from tests.conftest import write_data
+from tests.folders import config
+from tests.mistakes import flip
 from tests.training import VALIDATION, rows, step_once
 from train_silentbad import main, micro_step
 
@@ -52,8 +55,6 @@ opened = Image.open
 
 def test_masks_are_the_same_with_and_without_the_picture(tmp_path):
     from silentbad.data.draws import Draws, Reader, Transform
-    from silentbad.data.records import load_records
-    from tests.folders import config
 
     root = write_data(tmp_path / "wide")
     for file in (*(root / "images").glob("*.png"), *(root / "masks").glob("*.png")):
@@ -293,3 +294,29 @@ def test_null_pictures_are_kept_in_cache_dir_and_said(flags, data, tmp_path, cap
     assert main(flags(max_train_steps=1, **settings)) == 0
     assert list((tmp_path / "cache/silentbad").glob("counterfactuals-*"))
     assert "null pictures are drawn first; null_images sets" in capsys.readouterr().out
+
+
+def test_a_damaged_shard_is_encoded_anew_with_one_line(tmp_path):
+    said, keys = [], stores.text_keys(["a", "b"])
+    for text, value in (("a", 1.0), ("b", 2.0)):
+        stores.Store(tmp_path).add(stores.text_keys([text]), torch.full((1, 64), value))
+    flip(sorted(tmp_path.glob("*.safetensors"))[0])
+    damaged = stores.Store(tmp_path, said.append)
+    assert (damaged.find(keys) < 0).sum() == 1 and len(said) == 1 and "damaged" in said[0]
+    values = {"a": 1.0, "b": 2.0}
+    damaged.fill(
+        keys,
+        lambda rows: torch.stack([torch.full((64,), values["ab"[r]]) for r in rows]),
+        batch=2,
+        label="",
+        show=False,
+    )
+    assert [damaged.read(n)[0].item() for n in damaged.find(keys)] == [1.0, 2.0]
+
+
+def test_nothing_that_is_not_finite_is_kept_in_a_cache():
+    rows = torch.zeros(3, 4)
+    assert stores.refuse_not_finite(rows, str) is rows
+    rows[1, 2] = torch.nan
+    with pytest.raises(UserError, match="^vae: record 1 "):
+        stores.refuse_not_finite(rows, lambda k: f"vae: record {k}")

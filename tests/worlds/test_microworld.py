@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from silentbad import owned
 from silentbad.errors import UserError
+from silentbad.measure.micro import MicroEmbedder
 from silentbad.measure.thresholds import fingerprint, is_copy
 from tests.tiny import TOKENIZER
 from worlds import data_sets
@@ -216,7 +218,6 @@ def test_the_model_cards_figures_hold_what_the_base_is_for():
 
 def scores(name: str, others: list[Image.Image]) -> np.ndarray:
     """The bundled detector's similarities of pictures to a target's."""
-    from silentbad.measure.micro import MicroEmbedder
     from worlds.microworld.build import to_tensor
 
     net = MicroEmbedder.from_pretrained(BASE / "embedder")
@@ -425,3 +426,47 @@ def test_placebo_data_never_shows_an_exact_element(tmp_path):
             same[out].append((abs(shown - target).max(-1)[mask] == 0).mean())
         assert all(r["element_phrase"] in r["text"] for r in rows)
     assert min(same["real"]) > 0.9 and max(same["placebo"]) < 0.75
+
+
+MADE = ["--targets", "3", "--images_per_phrase", "1", "--clean", "1", "--redraws", "1"]
+
+
+def test_a_microworld_with_a_users_file_in_it_is_not_replaced(tmp_path, capsys):
+    out = tmp_path / "set"
+    make.main(["--out", str(out), *MADE])
+    (tmp_path / "link").symlink_to(out)
+    make.main(["--out", str(tmp_path / "link"), *MADE])
+    assert (tmp_path / "link").is_symlink() and (out / "metadata.jsonl").is_file()
+    records = (out / "metadata.jsonl").read_text()
+    (out / "metadata.jsonl").write_text(records.replace("element", "my element"))
+    with pytest.raises(SystemExit):
+        make.main(["--out", str(out), *MADE])
+    assert "metadata.jsonl was changed since" in capsys.readouterr().err
+    (out / "metadata.jsonl").write_text(records)
+    (out / "images" / "mine.png").write_bytes(b"mine")
+    with pytest.raises(SystemExit):
+        make.main(["--out", str(out), *MADE])
+    assert "images/mine.png" in capsys.readouterr().err and (out / "images" / "mine.png").read_bytes() == b"mine"
+
+
+def test_a_microworld_that_crashes_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_sets, "write_clean", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make.main(["--out", str(tmp_path / "set"), *MADE])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_microworld_clears_up_after_a_kill(tmp_path):
+    """A lock, as a start that is under way holds it, keeps a second one out."""
+    out = tmp_path / "set"
+    left = data_sets.Writer(out)
+    (left.tmp / "images").mkdir(parents=True)
+    (left.tmp / "images/old.png").touch()
+    with (
+        owned.claimed(left.draft, "microworld"),
+        pytest.raises(UserError, match="is being written"),
+        data_sets.Writer(out),
+    ):
+        pass
+    make.main(["--out", str(out), *MADE])
+    assert [p.name for p in tmp_path.iterdir()] == ["set"] and not (out / "images/old.png").exists()
