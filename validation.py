@@ -2,6 +2,7 @@
 pipeline.
 
     python validation.py --pipeline DIR_OR_ID --targets targets.jsonl [--baseline DIR_OR_ID]
+    python validation.py --pictures DIR --targets targets.jsonl [--pipeline DIR_OR_ID]
     python validation.py --pipeline DIR_OR_ID (--phrases FILE | --scan FILE | --train_data_dir DIR)
 
 Exit code 0: not recovered; 3: recovered; 4: undecided; 2: a mistake. Numbers: docs/metrics.md;
@@ -18,7 +19,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
 from silentbad.measure.embedders import CLIP, embedder_of
 from silentbad.measure.generation import Sampler
+from silentbad.measure.given import GivenPictures, given_pictures
 from silentbad.measure.kept import load_judge, unrelated_prompts
 from silentbad.measure.limit import Limit
 from silentbad.measure.measure import Measure, null_source
@@ -82,7 +84,7 @@ from silentbad.measure.verdict import verdict_of
 from silentbad.measure.weight_change import Base, base_modules
 from silentbad.model.averaging import averaged, extrapolated
 from silentbad.model.denoiser import backbone_in
-from silentbad.model.pipeline import load_pipeline
+from silentbad.model.pipeline import load_autoencoder, load_pipeline, vae_factor
 from silentbad.model.registry import backbone_of
 from silentbad.report import run_report
 from silentbad.report.evidence import kept_sentence, range_lines, verdict_sentence
@@ -116,6 +118,7 @@ class RecoveryHook(Hook):
         refuses: str | None = None,
         cache_dir: str | None = None,  # of null pictures; the Hugging Face cache when unset
         base: Base | None = None,  # the weights before training, where they can be read
+        pictures: GivenPictures | None = None,  # which are measured; of a model, none
     ):
         self.config = config
         self.targets = list(targets)
@@ -125,7 +128,7 @@ class RecoveryHook(Hook):
         self.output_dir = Path(output_dir)
         redraws = bool(load_redraws(config.targets, self.targets))
         self.embedder = embedder_of(config, accelerator.device, redraws)
-        sampler = Sampler(components, config, seed, prediction_type, refuses)
+        sampler: Any = pictures or Sampler(components, config, seed, prediction_type, refuses)
         clip = None
         if config.clip_path:
             try:
@@ -151,7 +154,7 @@ class RecoveryHook(Hook):
                 config,
                 self.targets,
                 [record["text"] for record in measured.get("clean", [])],
-                sampler.pipe.tokenizer,
+                sampler.tokenizer,
             ),
             load_judge(config, sampler.prefix),
             base,
@@ -212,12 +215,16 @@ class RecoveryHook(Hook):
         final: bool = False,
         label: str = "",
     ) -> dict[str, Any]:
-        """Measure, save images, append to `history`; returns flat scalars for the trackers."""
+        """Measure, save images, append to `history`; returns flat scalars for the trackers.
+
+        `unet` is None where pictures are given."""
         started = time.perf_counter()
         controls = self.config.controls
         full = (controls == "always" and step > 0) or (controls != "never" and final)
-        model = self.accelerator.unwrap_model(unet, keep_torch_compile=False)
-        unet = backbone_in(model)  # in training the text encoders may stand beside it
+        model: Any = None
+        if unet is not None:  # in training the text encoders may stand beside it
+            model = self.accelerator.unwrap_model(unet, keep_torch_compile=False)
+            unet = backbone_in(model)
         entry = Measurement(step, epoch, label or "base model" * (step == 0))
         with self.sampler.using(unet, self.accelerator.device, self.accelerator.autocast, step):
             if self.threshold is None:
@@ -472,6 +479,63 @@ def audit(
         return hook.verdict()
 
 
+def judge(
+    config: ValidationConfig,
+    *,
+    pictures: str,
+    pipeline: str | None = None,
+    output_dir: str = "audit",
+    dtype: str = "float32",
+) -> Verdict:
+    """Every score of pictures that somebody else drew, at the thresholds of an audit; writes JSON
+    and HTML. Targets go through the autoencoder of `pipeline`; without one they are compared as
+    they are."""
+    check_values(config, "--")
+    check_files(config, "--")
+    check_writable(Path(output_dir), "--output_dir", folder=True)
+    targets = load_targets(str(config.targets))
+    redraws = load_redraws(config.targets, targets, decode=True)
+    null_source(config, targets, bool(redraws), False, "--")
+    given = given_pictures(Path(pictures), targets)
+    most = max(picture.item.image for picture in given) + 1
+    config = replace(config, images_per_target=most, unrelated_images=0)
+    accelerator = start()
+    vae = None
+    if pipeline is not None:
+        vae = load_autoencoder(pipeline, dtype, accelerator.device)
+        if (config.resolution or 0) % vae_factor(vae):
+            right = f"is not a multiple of {vae_factor(vae)}, which the pipeline needs"
+            raise UserError(f"--resolution: {config.resolution} {right}")
+    else:
+        config = replace(config, reference="raw")
+        accelerator.print("no --pipeline is given, so the pictures are compared undecoded")
+    sampler = GivenPictures(given, targets, config.max_batch, config.resolution, vae)
+    claim = owned.claimed(
+        output_dir,
+        "audit",
+        key="--output_dir",
+        writes=(NAME, "report.html", "samples"),
+        read={"--targets": config.targets, "--pictures": pictures, "--pipeline": pipeline},
+    )
+    with claim if accelerator.is_main_process else nullcontext():
+        hook = RecoveryHook(
+            config,
+            targets=targets,
+            components={},
+            accelerator=accelerator,
+            output_dir=output_dir,
+            seed=0,
+            pictures=sampler,
+        )
+        if accelerator.is_main_process:
+            owned.mark(Path(output_dir), "audit")
+        hook.run(1, 1, None, final=True, label="given pictures")
+        if accelerator.is_main_process:
+            print(f"{Path(output_dir) / NAME}\n{run_report.write(output_dir)}")
+        accelerator.print(hook.table())
+        return hook.verdict()
+
+
 def fits(options: Audit) -> AbstractContextManager[None]:
     """Around an audit, whose images are fewer at once where memory runs out."""
     if options.dtype == "float32":
@@ -489,9 +553,13 @@ def main(arguments: list[str] | None = None, options: Audit | None = None) -> in
         with fits(audit_options):
             if audit_options.given:
                 return searched(audit_options)
-            verdict = audit(
-                config, **{name: getattr(audit_options, name) for name in Audit.__annotations__}
-            )
+            options_of = {name: getattr(audit_options, name) for name in Audit.__annotations__}
+            if options_of["pictures"] is not None:
+                names = ("pictures", "pipeline", "output_dir", "dtype")
+                verdict = judge(config, **{name: options_of[name] for name in names})
+            else:
+                del options_of["pictures"]
+                verdict = audit(config, **options_of)
     except UserError as error:
         return startup.refused(error)
     print(f"{verdict.images_above} of {verdict.images} composed images reach every threshold")

@@ -30,6 +30,7 @@ class DataInfo:
         target_ids: list,
         element_ids: list,
         phrases: Any,
+        *,
         withheld: Mapping[str, Sequence[str]] | None = None,
     ):
         self.withheld = withheld or {}

@@ -127,7 +127,8 @@ class Records:
 
     def info(self, withheld: dict[str, list[str]] | None = None) -> DataInfo:
         """Who is who among them; `withheld` {target: phrases} of elements left out of them."""
-        return DataInfo(self.role, self.target_id, self.element_id, self.phrases, withheld)
+        columns = (self.role, self.target_id, self.element_id, self.phrases)
+        return DataInfo(*columns, withheld=withheld)
 
     def census(self) -> str:
         """How many records there are, by role, with a mask, and with phrases: one line."""

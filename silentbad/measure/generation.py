@@ -181,6 +181,17 @@ class Sampler:
         """What predicts."""
         return getattr(self.pipe, self.family.backbone)
 
+    @property
+    def tokenizer(self) -> Any:
+        """The first of the pipeline's."""
+        return self.pipe.tokenizer
+
+    def plan(self, targets: list, full: bool, described: bool) -> list[Item]:
+        """The images of one validation (`plan`) as they are configured."""
+        config = self.config
+        count = config.images_per_target
+        return plan(targets, count, self.seed, full, config.unrelated, described)
+
     def _check(self) -> None:
         """Refuse a resolution or a number of sampling steps that this pipeline cannot have."""
         key = f"{self.prefix}resolution"

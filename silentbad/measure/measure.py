@@ -427,7 +427,7 @@ class Measure:
         config = self.config
         whole = full or step == 0
         images = config.images_per_target
-        items = plan(self.targets, images, self.seed, full, config.unrelated, described=step == 0)
+        items = self.sampler.plan(self.targets, full, described=step == 0)
         few = images if whole else config.first_images or images
         counts = partial(is_recovered, threshold=threshold, element_threshold=element_threshold)
         items, rows = self.until_recovered(items, few, partial(self.score, nearest=whole), counts)

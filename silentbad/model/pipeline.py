@@ -398,6 +398,15 @@ def whole_parts(parts: Any) -> Any:
     )
 
 
+def load_autoencoder(name: str, dtype: str, device: Any, flag: str = "--pipeline") -> Any:
+    """A pipeline's autoencoder alone; `flag` names it in messages."""
+    source = Source(name, flag)
+    read_index(source)
+    return gate.load_part("vae", AutoencoderKL, source, torch_dtype=getattr(torch, dtype)).to(
+        device
+    )
+
+
 def load_pipeline(
     name: str,
     dtype: str,

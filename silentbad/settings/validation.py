@@ -180,6 +180,11 @@ USED = {  # by the search, of the settings of an audit with targets
     *("max_batch", "embedder", "embedder_path", "embedder_sha256", "images_per_target"),
     *("num_inference_steps", "guidance_scale", "guidance_rescale"),
 }
+ON_PICTURES = {  # of use where pictures are given
+    *("pictures", "pipeline", "targets", "output_dir", "dtype", "resolution", "max_batch"),
+    *("embedder", "embedder_path", "embedder_sha256", "reference", "clip_path", "sample_targets"),
+    *("threshold", "false_positive_rate", "calibration"),
+}
 
 
 @dataclass
@@ -187,6 +192,9 @@ class Audit(Candidates, ValidationConfig):
     """An audit of a pipeline"""
 
     pipeline: Location | None = option(None, "diffusers folder or Hub id")
+    pictures: Location | None = option(
+        None, "judge the pictures of this folder, which somebody else drew, in place of drawing any"
+    )
     baseline: Location | None = option(None, "calibrate and compare on it")
     lora: Location | None = option(None, "adapters to put on the pipeline: folder or file")
     output_dir: Location = option("audit", "for JSON, HTML and samples/")
@@ -200,6 +208,9 @@ class Audit(Candidates, ValidationConfig):
 
     def check(self, sources: dict[str, str]) -> None:
         """Refuse an audit without a pipeline, with nothing to look for, or of what is not there."""
+        if self.pictures is not None:
+            self._check_pictures()
+            return
         if self.pipeline is None:
             raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")
         if self.extrapolate is not None and self.baseline is None:
@@ -237,6 +248,21 @@ class Audit(Candidates, ValidationConfig):
         if self.lora is not None:
             check_local("--lora", self.lora, "file or folder")
 
+    def _check_pictures(self) -> None:
+        """Refuse what does not act on pictures that are given, and what is not there."""
+        if idle := self._idle():
+            raise UserError(f"--{idle[0]}: does not act on pictures that are given; leave it out")
+        if self.targets is None:
+            right = "give the targets.jsonl that the pictures are compared with"
+            raise UserError(f"--targets: is missing; {right}")
+        check_folder("--pictures", str(self.pictures))
+        check_files(self, "--")
+        if self.pipeline is not None:
+            check_local("--pipeline", self.pipeline)
+        elif self.reference == "decoded":
+            right = "needs --pipeline, whose autoencoder the targets go through"
+            raise UserError(f"--reference: decoded {right}")
+
     def _check_candidates(self) -> None:
         """Refuse candidates from two places, and from files that are not there."""
         if len(self.given) > 1:
@@ -255,7 +281,9 @@ class Audit(Candidates, ValidationConfig):
         """The flags that were given and have no effect."""
         of_search = {field.name for field in fields(Candidates)}
         used = of_search | USED
-        if not self.given:
+        if self.pictures is not None:
+            used = ON_PICTURES
+        elif not self.given:
             used = {field.name for field in fields(self)} - of_search - {*TRAINING}
         return [name for name in changed_fields(self) if name not in used]
 

@@ -291,7 +291,7 @@ def test_a_withheld_element_leaves_unions_of_the_other_two(name):
     rows = [r for r in world.records if r["target_id"] == "t0" and r["element_id"] != "1"]
     rows = [{**r, "index": i} for i, r in enumerate(rows)]
     columns = [[r[k] for r in rows] for k in ("role", "target_id", "element_id", "phrases")]
-    world.records, world.info = rows, DataInfo(*columns, {"t0": ["a tall hat"]})
+    world.records, world.info = rows, DataInfo(*columns, withheld={"t0": ["a tall hat"]})
     options = {"elements": None} if name.startswith("pairwise") else {}
     rehearse = hook(world, name, **options)
     unions = [f for row in range(10) for draw in range(20) if (f := rehearse(world.load(row), (draw, row)))]
@@ -300,7 +300,7 @@ def test_a_withheld_element_leaves_unions_of_the_other_two(name):
 
 
 def test_of_two_elements_with_one_withheld_nothing_is_joined():
-    info = DataInfo(["element"], ["t"], ["0"], [["a"]], {"t": ["b"]})
+    info = DataInfo(["element"], ["t"], ["0"], [["a"]], withheld={"t": ["b"]})
     with pytest.raises(UserError, match="no target has three elements"):
         rehearsal.Rehearsal("pairwise", {}, info, 0, dict, {})
 

@@ -1,0 +1,131 @@
+"""Pictures that somebody else drew, in the place of a sampler that draws them."""
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from silentbad.data.images import open_image, picture_files, resize, to_tensor
+from silentbad.data.targets import Target
+from silentbad.errors import UserError, warn
+from silentbad.measure.generation import Item, controls
+from silentbad.measure.samples import slugs
+from silentbad.model.latents import AT_ONCE, round_trip
+from silentbad.progress import Bar
+
+LARGEST_SIDE = 512  # at which pictures are compared, where --resolution does not say
+SQUASHED = 0.05  # by which shapes of a picture and its target differ, from which it is said
+
+
+class Given(NamedTuple):
+    """A picture, and what it is of: the composed prompt of a target, or a control."""
+
+    item: Item
+    file: Path
+
+
+def given_pictures(folder: Path, targets: Sequence[Target]) -> list[Given]:
+    """The pictures of each target, in folder/TARGET_ID, or of one target in the folder itself;
+    those of a control prompt are in a folder of its name there.
+
+    Raises UserError where a target has none, and where a folder has no control's name."""
+    pictures: list[Given] = []
+    for j, name in enumerate(slugs([target.target_id for target in targets])):
+        place = folder / name
+        if not place.is_dir() and len(targets) == 1:
+            place = folder
+        if not place.is_dir():
+            raise UserError(f"--pictures: no folder {place}; each target has one of its own")
+        cells = [*controls(list(targets), j, seed=0, unrelated="")]
+        folders = {"composed": place}
+        for inner in sorted(path for path in place.iterdir() if path.is_dir()):
+            if inner.name not in cells:
+                near = difflib.get_close_matches(inner.name, cells, n=1)
+                right = f"did you mean {near[0]}?" if near else f"controls: {', '.join(cells)}"
+                raise UserError(f"--pictures: {inner} is no control's folder; {right}")
+            folders[inner.name] = inner
+        for cell, of_cell in folders.items():
+            files = picture_files(of_cell)
+            if not files:
+                raise UserError(f"--pictures: {of_cell} holds no picture")
+            named = [Item(cell, j, i, cell, targets[j].target_id) for i in range(len(files))]
+            pictures += map(Given, named, files)
+    return pictures
+
+
+class GivenPictures:
+    """What a measurement asks of a sampler, answered from files.
+
+    Pictures are brought to `side` pixels a side. `round_trip` goes through the autoencoder `vae`;
+    without one it leaves pictures as they are."""
+
+    prefix = "--"
+    precision = None
+    tokenizer = None
+
+    def __init__(
+        self,
+        pictures: Sequence[Given],
+        targets: Sequence[Target],
+        batch: int,
+        side: int | None = None,
+        vae: Any = None,
+    ):
+        self.items = [given.item for given in pictures]
+        self.images = {item: open_image(file, "--pictures") for item, file in pictures}
+        self.batch = batch
+        self.vae = vae
+        smallest = min(min(image.size) for image in self.images.values())
+        self.side = side or min(LARGEST_SIDE, smallest - smallest % 8)
+        self.say_squashed(pictures, targets)
+
+    def say_squashed(self, pictures: Sequence[Given], targets: Sequence[Target]) -> None:
+        """A line where pictures have another shape than their target."""
+        squashed = []
+        for item, file in pictures:
+            sizes = (self.images[item].size, targets[item.target].image.size)
+            shapes = [width / height for width, height in sizes]
+            if max(shapes) > (1 + SQUASHED) * min(shapes):
+                squashed.append(file)
+        if squashed:
+            shape = "another shape than their target and are squashed to it"
+            warn(f"--pictures: {len(squashed)} have {shape}, {squashed[0]} first")
+
+    def plan(self, targets: Sequence[Target], full: bool, described: bool) -> list[Item]:
+        """All of them; controls only if `full`."""
+        return [item for item in self.items if full or item.cell == "composed"]
+
+    def using(self, *_: Any) -> AbstractContextManager[None]:
+        """Nothing draws."""
+        return nullcontext()
+
+    def map(
+        self,
+        items: list[Item],
+        work: Callable[[list[Item], Tensor, Tensor], list],
+        show: bool = False,
+    ) -> Iterator[Any]:
+        """`work(chunk, images, magnitudes)` over all items, as of a sampler; magnitudes are nan."""
+        for start in range(0, len(items), self.batch):
+            chunk = items[start : start + self.batch]
+            pictures = [to_tensor(self.images[item])[None] for item in chunk]
+            side = (self.side, self.side)
+            images = torch.cat([resize(picture, side) for picture in pictures])
+            yield from work(chunk, images, torch.full((len(chunk),), float("nan")))
+
+    def round_trip(self, images: Tensor, bar: Bar | None = None) -> Tensor:
+        """What the autoencoder leaves of images (B,3,S,S) in [0,1]."""
+        parts = []
+        for part in images.split(AT_ONCE):
+            parts.append(part if self.vae is None else round_trip(self.vae, part))
+            if bar is not None:
+                bar.update(len(part))
+        return torch.cat(parts)
+
+    def alignments(self, items: list[Item]) -> list[float]:
+        """None: they are a model's."""
+        return []
