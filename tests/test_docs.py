@@ -24,10 +24,11 @@ import train_silentbad
 import validation
 from bench import documents, recovery_blocks
 from silentbad.measure import embedders
+from silentbad.prepare import __main__ as prepare
 from silentbad.settings import startup
 from silentbad.settings.memory import LossConfig, SamplerConfig, TimestepConfig
 from silentbad.settings.reader import parse
-from tests import toy
+from tests import photographs, toy
 from tests.training import checked
 
 ROOT = Path(__file__).parents[1]
@@ -108,6 +109,8 @@ def check_command(words: list[str], monkeypatch) -> None:
         ("silentbad.", "worlds.", "bench.")
     ):
         takes(words[2], words[3:], monkeypatch)
+    elif words[:2] == ["python", "-m"] and words[2].startswith("tests."):
+        assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file(), words
     elif words[1:3] == ["-m", "pytest"] or words[0] in ("pytest", "pip-audit"):
         for word in words:
             assert not word.startswith("tests") or (ROOT / word.partition("::")[0]).exists(), word
@@ -400,27 +403,30 @@ def test_user_pages_are_read_in_two_hours():
 # ---------------------------------------------------------------- what documents have run
 
 
-def test_the_worked_example_ends_in_a_report(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    ((_, _, body),) = [block for block in blocks(ROOT / "README.md", "bash") if block[1] == "run"]
-    (words,) = commands(body)
-    argv = words[words.index("train_silentbad.py") + 1 :]
+def test_the_steps_on_ones_own_pictures_run_as_they_stand(tmp_path, monkeypatch):
+    """Word for word, but for the number of pictures, steps and images."""
+    for name in ("assets", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    steps = [commands(body) for _, mark, body in blocks(ROOT / "README.md", "bash") if mark == "run"]
+    (draw, write), (train,), (audit,) = steps
+    assert draw[:3] == ["python", "-m", "tests.photographs"]
+    photographs.write_pictures(Path(draw[3]), photographs.cat_cup(), "cat-cup")
+    assert prepare.main([*write[3:], "--per_phrase", "4", "--clean", "6", "--side", "64"]) == 0
     shorter = {
         "max_train_steps": 2,
         "lr_warmup_steps": 1,
         "train_batch_size": 4,
         "validation.images_per_target": 1,
         "validation.num_inference_steps": 2,
-        "validation.null_images": 2,
-        "prior_preservation.num_images": 8,
-        "prior_preservation.num_inference_steps": 1,
-        "output_dir": tmp_path,
-        "cache_dir": tmp_path / "cache",
+        "cache_dir": "cache",
         "report_to": "none",
     }
+    argv = train[train.index("train_silentbad.py") + 1 :]
     assert train_silentbad.main([*argv, *(f"--{key}={value}" for key, value in shorter.items())]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "ball-box" in page and (tmp_path / "pipeline" / "model_index.json").is_file()
+    assert "cat-cup" in Path("runs/my-photos/report.html").read_text()
+    assert validation.main([*audit[2:], "--images_per_target=1", "--num_inference_steps=2"]) == 0
+    assert Path("runs/my-photos-audit/report.html").is_file()
 
 
 def test_the_tutorial_ends_in_a_report(tmp_path, monkeypatch, pipelines):
