@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from bench.shapes import TRANSFORMERS, UNETS
+
 MICRO = Path(__file__).parents[1] / "assets" / "micro-sd"
 VAE_BLOCKS = {
     "block_out_channels": (128, 256, 512, 512),
@@ -45,7 +47,7 @@ def sd15(folder: Path) -> None:
         vae=AutoencoderKL(**VAE_BLOCKS, latent_channels=4, sample_size=512),
         text_encoder=clip(CLIPTextModel, words, 768, 12, 12, hidden_act="quick_gelu"),
         tokenizer=words,
-        unet=UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8),
+        unet=UNet2DConditionModel(**UNETS["sd15"]),
         scheduler=DDPMScheduler(**BETAS, steps_offset=1),
         safety_checker=None,
         feature_extractor=None,
@@ -63,12 +65,7 @@ def sd21(folder: Path) -> None:
         vae=AutoencoderKL(**VAE_BLOCKS, latent_channels=4, sample_size=768),
         text_encoder=clip(CLIPTextModel, words, 1024, 23, 16),
         tokenizer=words,
-        unet=UNet2DConditionModel(
-            sample_size=96,
-            cross_attention_dim=1024,
-            attention_head_dim=(5, 10, 20, 20),
-            use_linear_projection=True,
-        ),
+        unet=UNet2DConditionModel(**UNETS["sd21"]),
         scheduler=DDIMScheduler(
             **BETAS, prediction_type="v_prediction", clip_sample=False, set_alpha_to_one=False, steps_offset=1
         ),
@@ -90,19 +87,7 @@ def sdxl(folder: Path) -> None:
         tokenizer=words,
         text_encoder_2=clip(CLIPTextModelWithProjection, words, 1280, 32, 20),
         tokenizer_2=words,
-        unet=UNet2DConditionModel(
-            sample_size=128,
-            block_out_channels=(320, 640, 1280),
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            transformer_layers_per_block=(1, 2, 10),
-            cross_attention_dim=2048,
-            use_linear_projection=True,
-            attention_head_dim=(5, 10, 20),
-            addition_embed_type="text_time",
-            addition_time_embed_dim=256,
-            projection_class_embeddings_input_dim=2816,
-        ),
+        unet=UNet2DConditionModel(**UNETS["sdxl"]),
         scheduler=EulerDiscreteScheduler(**BETAS, steps_offset=1),
         add_watermarker=False,
     ).save_pretrained(folder)
@@ -135,21 +120,7 @@ def sd3(folder: Path) -> None:
         tokenizer_2=words,
         text_encoder_3=None,
         tokenizer_3=None,
-        transformer=SD3Transformer2DModel(
-            sample_size=128,
-            patch_size=2,
-            in_channels=16,
-            out_channels=16,
-            num_layers=24,
-            attention_head_dim=64,
-            num_attention_heads=24,
-            joint_attention_dim=4096,
-            caption_projection_dim=1536,
-            pooled_projection_dim=2048,
-            pos_embed_max_size=384,
-            dual_attention_layers=tuple(range(13)),
-            qk_norm="rms_norm",
-        ),
+        transformer=SD3Transformer2DModel(**TRANSFORMERS["3.5 medium"]),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     ).save_pretrained(folder)
 

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.published_table import by_arm, interval, markdown, mean_of
 from bench.recovery_table import RESULTS
+from bench.shapes import UNETS
 from silentbad.control.spectral import SpectralAdamW, orthogonalise, split
 from silentbad.model.groups import group_of
 from silentbad.settings.layers import chosen
@@ -62,22 +63,7 @@ def seconds(work: Any, device: torch.device) -> float:
 
 
 # -- operations --------------------------------------------------------------------------------------------
-SD15 = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
-SD21 = {"sample_size": 96, "cross_attention_dim": 1024, "attention_head_dim": (5, 10, 20, 20)}
-SDXL = {
-    "sample_size": 128,
-    "block_out_channels": (320, 640, 1280),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": (1, 2, 10),
-    "attention_head_dim": (5, 10, 20),
-    "cross_attention_dim": 2048,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256,
-    "projection_class_embeddings_input_dim": 2816,
-}
-LINEAR = {"use_linear_projection": True}
-MODELS: dict[str, dict[str, Any]] = {"SD 1.5": SD15, "SD 2.1, 768 px": SD21 | LINEAR, "SDXL, 1024 px": SDXL | LINEAR}
+MODELS = {"SD 1.5": UNETS["sd15"], "SD 2.1, 768 px": UNETS["sd21"], "SDXL, 1024 px": UNETS["sdxl"]}
 TOKENS = 77
 OPERATIONS = RESULTS.parent / "spectral-models.json"
 
