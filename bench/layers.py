@@ -1,4 +1,4 @@
-"""Where some of the layers train: what a step costs, and what stored runs say of recovery and drift.
+"""What a step costs where some of the layers train, and what stored runs recovered.
 
     python -m bench.layers [--unet DIR] [--batch N] [--repeats N] [--smoke]
 

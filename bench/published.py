@@ -1,13 +1,14 @@
-"""The published setting: few pictures of elements among many clean ones, every record once an epoch, shuffled.
+"""The published setting: few pictures of elements among many clean ones.
 
     python -m bench.published                   the reported targets, each arm at its frozen rate and length
     python -m bench.published --smoke           three arms on one development target, in minutes
     python -m bench.published --targets "100;103" --arms plain --steps 600 --factors 4,8        development: 0-999
 
-Reuses the runs of bench/recovery.py; every evaluation becomes one JSON line of bench/results/published.jsonl, and a run
-already there is not made again. The endpoint is strict: an image counts when the whole and every element pass, and a
-run recovers from the first step on after which half of the images count at every evaluation. Several processes may work
-on one results file. The protocol is the last section of research/protocol.md.
+Every record is shown once an epoch, in another order. Reuses the runs of bench/recovery.py; every evaluation becomes
+one JSON line of bench/results/published.jsonl, and a run already there is not made again. The endpoint is strict: an
+image counts when the whole and every element pass, and a run recovers from the first step on after which half of the
+images count at every evaluation. Several processes may work on one results file. The protocol is the last section of
+research/protocol.md.
 """
 
 import argparse

@@ -246,29 +246,6 @@ def block_of(row: dict) -> int:
     return max((block for block in FIRST_TARGETS if block <= first), default=0)
 
 
-CROSSED = ("run", "targets", "half of the images or more", "strict rate", "whole rate", "elements", "drift")
-
-
-def crossed(rows: list[dict]) -> str:
-    """Unions that crossed the targets against none, two targets a run, and the difference over targets: Markdown."""
-    arms: dict[str, dict[str, dict]] = {}
-    for name, crosses in (("crossed unions", True), ("no unions", False)):
-        (runs,) = by_arm([row for row in rows if bool(row["flags"]) is crosses]).values()
-        arms[name] = {target: run for target, (run,) in runs.items()}
-    keys = ("strict rate", "whole rate", "elements")
-    lines = []
-    for name, of_target in arms.items():
-        back = sum(run["strict rate"] >= 0.5 for run in of_target.values())
-        means = [interval([run[key] for run in of_target.values()]) for key in keys]
-        drift = interval([run["drift"] for run in of_target.values()], ".4f")
-        lines.append([name, str(len(of_target)), f"{back} of {len(of_target)}", *means, drift])
-    crossing, control = arms.values()
-    both = [target for target in crossing if target in control]
-    gains = [interval([crossing[t][key] - control[t][key] for t in both], "+.2f") for key in keys]
-    lines.append(["difference", str(len(both)), "", *gains, ""])
-    return markdown(CROSSED, lines)
-
-
 def alone(row: dict) -> bool:
     """Whether a run has one target."""
     return "," not in row["targets"]

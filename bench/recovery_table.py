@@ -1,4 +1,4 @@
-"""What the rows of bench/recovery.py say: figures of a run, speed-ups with intervals over targets, tables.
+"""Compares arms of bench/recovery.py over the targets and seeds that both ran.
 
     python -m bench.recovery_table recommended recommended+gsnr --over recommended_leak_free
     python -m bench.recovery_table recommended --over plain@4       compared with plain at 4 times the base rate

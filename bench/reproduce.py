@@ -1,4 +1,4 @@
-"""The published setting at its own size: Stable Diffusion 1.5, the published folders, five targets, SSCD.
+"""The published setting at its own size: Stable Diffusion 1.5, five targets, SSCD.
 
     python -m bench.reproduce --data DIR --clean DIR --embedder FILE [--dry_run | --run] [-- FLAGS]
     python -m bench.reproduce --stand_in FOLDER --dry_run

@@ -1,4 +1,4 @@
-"""One story of the shield: `make shield`, in minutes on two CPU cores.
+"""An example of the shield from scan to audit, in minutes: `make shield`.
 
 A data set with two hidden pictures is made and scanned, and what the scan found is compared with the truth. One model
 is trained on all of it, with the settings that recover most, and one with `guard.name=drop` and the plain settings,

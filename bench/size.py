@@ -1,4 +1,4 @@
-"""A run at the size that users have: seconds a step, peak memory and files, beside what the dry run said before.
+"""Seconds, memory and files of a run at the size that users have, beside its forecast.
 
     python -m bench.size [--rows NAME ...] [--work FOLDER] [--smoke]
     python -m bench.size --rows "LoRA of rank 16, 256 px" --peer train_text_to_image_lora.py

@@ -1,10 +1,10 @@
-"""Cost of spectral updates on a UNet's own matrices: arms interleaved in one process, as shares of the first.
+"""What spectral updates cost, on a UNet's own matrices.
 
     python -m bench.spectral [--unet DIR] [--repeats N] [--smoke]
     python -m bench.spectral --models       operations by model, counted from shapes, stored and printed
 
-Gradients are drawn once. Seconds are processor time on a CPU, wall clock on CUDA; ratios are medians
-over repeats, in which every arm runs once, so that other work falls on all alike.
+Arms are interleaved in one process. Gradients are drawn once. Seconds are processor time on a CPU, wall clock on CUDA.
+Ratios are over the first arm: medians over repeats, in which every arm runs once, so that other work falls on all alike.
 """
 
 import argparse
