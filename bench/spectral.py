@@ -4,7 +4,7 @@
     python -m bench.spectral --models       operations by model, counted from shapes, stored and printed
 
 Arms are interleaved in one process. Gradients are drawn once. Seconds are processor time on a CPU, wall clock on CUDA.
-Ratios are over the first arm: medians over repeats, in which every arm runs once, so that other work falls on all alike.
+Ratios are over the first arm: medians over repeats, in which every arm runs once; other work then disturbs all alike.
 """
 
 import argparse
