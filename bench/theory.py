@@ -28,15 +28,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench.instrument import BASE, Detector, Target, by_kind, rows_of
+from bench.kept import RESULTS as KEPT
 from bench.kept import STEPS
 from bench.published import per_phrase
 from bench.published_table import CLEAN
 from bench.recovery import ROOT, facts
 from bench.recovery_table import append, stored
-from bench.theory_table import KEPT, compared, table
+from bench.theory_table import FRESH, compared, table
 from memory_reinforce import snr_mixture
 from silentbad.data.elements import DataInfo
-from silentbad.data.images import to_pil, to_tensor
+from silentbad.data.images import to_tensor
 from silentbad.measure.thresholds import fingerprint
 from silentbad.memory.masks import region_weight
 from silentbad.memory.rehearsal import Others, pairwise
@@ -47,7 +48,6 @@ from worlds.microworld.make import TARGETS
 from worlds.microworld.render import backdrop_mask, render
 
 RESULTS = Path(__file__).parent / "results" / "theory.jsonl"
-FRESH = ";".join(map(str, range(2760, 2776)))
 SIDE = 8  # cells of a latent's side, each of 8 x 8 pixels
 SAMPLES = 32
 NULLS = 100  # of each kind, as the data sets of bench/kept.py have them
@@ -58,6 +58,7 @@ class Variant:
     """What is shown, and how it counts. Shares are of all exposures that the loss sees."""
 
     unions: int = 80  # different ones; 0: leak-free
+    backdrop: bool | None = None  # in every union, or in none
     union_share: float = 0.25  # of the elements' exposures
     clean: int = 360
     clean_share: float = 0.25  # as many exposures as elements, at half the weight
@@ -77,6 +78,8 @@ VARIANTS = {
     "leak_free_unique": Variant(unions=0, unique=True),
     "L0": Variant(unions=0, other_rooms=True),
     "L1": Variant(unions=0, own_places=True),
+    "unions_with_backdrop": Variant(backdrop=True),
+    "unions_without": Variant(backdrop=False),
 }
 
 
@@ -138,7 +141,7 @@ def element_records(name: str, other_rooms: bool) -> tuple[list[dict], Tensor]:
 
 
 @cache
-def unions(name: str, count: int) -> tuple[list[dict], Tensor]:
+def unions(name: str, count: int, backdrop: bool | None) -> tuple[list[dict], Tensor]:
     """Pictures of all elements but one, pasted as training pastes them, and their latents; `foreign` alike."""
     records = element_records(name, other_rooms=False)[0]
     columns = [[record[key] for record in records] for key in ("role", "target_id", "element_id", "phrases")]
@@ -147,16 +150,17 @@ def unions(name: str, count: int) -> tuple[list[dict], Tensor]:
         load = lambda index, picture=True: {**records[index], "image": records[index][layer].convert("RGB")}  # noqa: E731
         return Others(DataInfo(*columns), load, {})
 
-    joined = []
-    for i in range(count):
+    last = phrases_of(name)[-1]
+    joined: list[dict] = []
+    for i in range(4 * count):
         record = records[i % len(records)]
         layers = [
             pairwise(record, generator(0, "theory union", i), others(layer), share=1.0, elements=None)
             for layer in ("image", "foreign")
         ]
-        if layers[0] and layers[1]:
+        if layers[0] and layers[1] and backdrop in (None, last in layers[0]["phrases"]):
             joined.append({**layers[0], "foreign": layers[1]["image"].convert("L")})
-    return joined, encode([union["image"] for union in joined])
+    return joined[:count], encode([union["image"] for union in joined[:count]])
 
 
 @cache
@@ -185,7 +189,7 @@ class Data:
         self.name = name
         self.phrases = phrases_of(name)
         elements, z_elements = element_records(name, variant.other_rooms)
-        pasted, z_unions = unions(name, variant.unions) if variant.unions else ([], z_elements[:0])
+        pasted, z_unions = unions(name, variant.unions, variant.backdrop) if variant.unions else ([], z_elements[:0])
         drawn, z_clean = clean_scenes(variant.clean)
         clean = [
             {"phrases": s.phrases, "role": "clean", "mask": None, "foreign": foreign(s, masks, self.phrases)}
@@ -337,17 +341,14 @@ judge_of = cache(Judge)
 
 
 @torch.no_grad()
-def predict(name: str, variant: str, count: int, pictures: Path | None = None) -> dict:
+def predict(name: str, variant: str, count: int) -> dict:
     """The row of a target in a variant."""
     settings = VARIANTS[variant]
     judge = judge_of(name)
     data = Data(name, settings)
     machine = Machine(data, settings)
     z = machine.sample(count)
-    decoded = decode(z)
-    scores = judge.scores(decoded)
-    if pictures is not None:
-        to_pil(torch.cat([judge.target.image[0], *decoded[:8]], 2)).save(pictures / f"{variant}-{name}.png")
+    scores = judge.scores(decode(z))
     passes = scores >= judge.thresholds[:, None]
     error = (z - data.target).square().mean((0, 1)).flatten()
     odds = machine.odds(0.5)
@@ -371,11 +372,10 @@ def predict(name: str, variant: str, count: int, pictures: Path | None = None) -
 # ---------------------------------------------------------------- command
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default=FRESH, help="separated by ';'")
+    parser.add_argument("--targets", default=";".join(FRESH), help="separated by ';'")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of the composed prompt")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--pictures", type=Path, help="a folder for the first eight samples of each target")
     parser.add_argument("--compare", action="store_true", help="the tables alone")
     parser.add_argument("--smoke", action="store_true", help="one development target, in minutes")
     args = parser.parse_args(argv)
@@ -390,10 +390,10 @@ def main(argv: list[str] | None = None) -> None:
     done = {(row["target"], row["variant"]) for row in stored(args.results)}
     asked = [(name, variant) for name in names for variant in args.variants.split(",")]
     for run in tqdm([run for run in asked if run not in done and not args.compare], desc="predictions"):
-        append(args.results, [{**predict(*run, args.samples, args.pictures), **here}])
-    rows = stored(args.results)
-    arms = dict.fromkeys(row["arm"] for row in stored(KEPT) if row["target"] in names) or ["recommended"]
-    print(table(rows, names, VARIANTS), *(compared(rows, arm, names) for arm in arms), sep="\n\n")
+        append(args.results, [{**predict(*run, args.samples), **here}])
+    rows, kept = stored(args.results), stored(KEPT)
+    print(f"the network has rows of {len({r['target'] for r in kept} & {*names})} of {len(names)} targets\n")
+    print(table(rows, names), compared(rows, kept, names), sep="\n\n")
 
 
 if __name__ == "__main__":

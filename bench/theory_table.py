@@ -1,20 +1,22 @@
 """What the machine of bench/theory.py predicts, beside the trained network: tables of stored rows."""
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
+from scipy.stats import spearmanr
 
-from bench.published_table import markdown
-from bench.recovery_table import stored
+from bench.published_table import interval, markdown
+from bench.recovery_table import Read
+from worlds.microworld.make import target_scene
 
-KEPT = Path(__file__).parent / "results" / "kept.jsonl"  # the network's rows
+FRESH = tuple(map(str, range(2760, 2776)))
+KNOWN = tuple(map(str, range(2744, 2750)))  # whose network rows were known when the machine was chosen
 FAILS = (0.9, 0.5)  # an element fails where the network shows it in fewer of its images
 Scores = Callable[[dict], Sequence[float]]  # of a row, one an element, higher where it should come back
+OVER = "machine: similarity over the threshold"
+COPY = "no machine: the autoencoder's copy over the threshold"
 PREDICTORS: dict[str, Scores] = {
-    "machine: similarity over the threshold": lambda r: [
-        m - t for m, t in zip(r["element_means"], r["thresholds"][1:], strict=True)
-    ],
+    OVER: lambda r: [m - t for m, t in zip(r["element_means"], r["thresholds"][1:], strict=True)],
     "machine: share of samples that pass": lambda r: r["elements"],
     "machine: latent error": lambda r: [-error for error in r["error"]],
     "machine: log odds of its places": lambda r: r["odds"],
@@ -22,14 +24,13 @@ PREDICTORS: dict[str, Scores] = {
         min((o for pair, o in r["pairs"].items() if int(pair.split(",")[0]) == k), default=9.0)
         for k in range(len(r["area"]))
     ],
-    "no machine: autoencoder's copy over the threshold": lambda r: [
-        c - t for c, t in zip(r["copies"], r["thresholds"][1:], strict=True)
-    ],
+    COPY: lambda r: [c - t for c, t in zip(r["copies"], r["thresholds"][1:], strict=True)],
     "no machine: area": lambda r: r["area"],
     "no machine: the threshold alone": lambda r: [-t for t in r["thresholds"][1:]],
 }
 
 
+# ---------------------------------------------------------------- against the network
 def auc(scores: np.ndarray, fails: np.ndarray) -> float:
     """Chance that an element which comes back scores above one that fails."""
     back, failed = scores[~fails], scores[fails]
@@ -47,43 +48,132 @@ def auc_interval(targets: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[floa
     return auc(*join(range(len(targets)))), float(low), float(high)
 
 
-def network(arm: str, names: Iterable[str]) -> dict[str, dict]:
-    """{target: row} of the trained network, of the arm's longest run."""
-    wanted = {*names}
-    rows = [r for r in stored(KEPT) if r["arm"] == arm and r["target"] in wanted]
-    return {row["target"]: row for row in sorted(rows, key=lambda row: row["steps"])}
+def of_network(rows: Iterable[dict], arm: str, names: Sequence[str]) -> dict[str, dict]:
+    """{target: row} of a trained arm, its longest run."""
+    chosen = [row for row in rows if row["arm"] == arm and row["target"] in names]
+    return {row["target"]: row for row in sorted(chosen, key=lambda row: row["steps"])}
 
 
-def compared(rows: list[dict], arm: str, names: Sequence[str], variant: str = "recommended") -> str:
-    """How well each score tells the network's failing elements from the others: Markdown."""
-    of_machine = {r["target"]: r for r in rows if r["variant"] == variant and r["target"] in names}
-    of_network = network(arm, of_machine)
-    both = [name for name in of_machine if name in of_network]
-    head = f"`{arm}` against `{variant}`: the network's rows of {len(both)} of {len(names)} targets."
-    if not both:
-        return head
+def aucs(rows: list[dict], network: dict[str, dict], predictors: Iterable[str] = PREDICTORS) -> list[list[str]]:
+    """A line a score: how well it tells the network's failing elements from the others, for each of FAILS."""
+    both = [row for row in rows if row["variant"] == "recommended" and row["target"] in network]
     lines = []
-    for predictor, score in PREDICTORS.items():
-        cells = [predictor]
+    for predictor in predictors:
+        cells = [predictor, str(len(both))]
         for limit in FAILS:
-            parts = [(np.array(score(of_machine[n])), np.array(of_network[n]["elements"]) < limit) for n in both]
-            failed, total = sum(int(f.sum()) for _, f in parts), sum(len(f) for _, f in parts)
-            cells.append("{:.2f} [{:.2f}, {:.2f}]".format(*auc_interval(parts)) if 0 < failed < total else "")
-            cells[-1] += f" ({failed} of {total})"
+            parts = [
+                (np.array(PREDICTORS[predictor](row)), np.array(network[row["target"]]["elements"]) < limit)
+                for row in both
+            ]
+            failed, total = sum(int(fails.sum()) for _, fails in parts), sum(len(fails) for _, fails in parts)
+            value = "{:.2f} [{:.2f}, {:.2f}] ".format(*auc_interval(parts)) if 0 < failed < total else ""
+            cells.append(f"{value}({failed} of {total})")
         lines.append(cells)
-    return f"{head}\n\n{markdown(('score of an element', *(f'AUC, fails below {limit}' for limit in FAILS)), lines)}"
+    return lines
 
 
-def table(rows: list[dict], names: Sequence[str], variants: Iterable[str]) -> str:
+HEAD = ("score of an element", "targets", *(f"AUC, fails below {limit}" for limit in FAILS))
+
+
+def compared(rows: list[dict], kept: list[dict], names: Sequence[str] = FRESH) -> str:
+    """Every arm that has rows of these targets, or that none has: Markdown."""
+    arms = dict.fromkeys(row["arm"] for row in kept if row["target"] in names) or ["recommended"]
+    lines = [[f"`{arm}`", *line] for arm in arms for line in aucs(rows, of_network(kept, arm, names))]
+    return markdown(("arm", *HEAD), lines)
+
+
+def compared_briefly(rows: list[dict], kept: list[dict]) -> str:
+    """The frozen score and what needs no machine, against `recommended`: Markdown."""
+    return markdown(HEAD, aucs(rows, of_network(kept, "recommended", FRESH), (OVER, COPY, "no machine: area")))
+
+
+# ---------------------------------------------------------------- the machine itself
+MEANS: dict[str, Callable[[dict], float]] = {
+    "strict rate": lambda row: row["rate"],
+    "whole": lambda row: row["whole_rate"],
+    "things": lambda row: float(np.mean(row["elements"][:-1])),
+    "backdrop": lambda row: row["elements"][-1],
+    "similarity of things": lambda row: float(np.mean(row["element_means"][:-1])),
+    "of the backdrop": lambda row: row["element_means"][-1],
+    "latent error": lambda row: float(np.mean(row["error"])),
+}
+
+
+def all_elements(row: dict) -> float:
+    """Share of samples that pass, mean over elements."""
+    return float(np.mean(row["elements"]))
+
+
+def table(rows: list[dict], names: Sequence[str] = FRESH, columns: Iterable[str] = MEANS) -> str:
     """What each variant brings back, means over targets: Markdown."""
+    columns = list(columns)
     lines = []
-    for variant in variants:
+    for variant in dict.fromkeys(row["variant"] for row in rows):
         of_variant = [row for row in rows if row["variant"] == variant and row["target"] in names]
-        if of_variant:
-            mean = lambda read: f"{np.mean([read(row) for row in of_variant]):.2f}"  # noqa: B023, E731
-            cells = [f"`{variant}`", str(len(of_variant)), mean(lambda r: r["rate"]), mean(lambda r: r["whole_rate"])]
-            cells += [mean(lambda r: np.mean(r["elements"][:-1])), mean(lambda r: r["elements"][-1])]
-            cells += [mean(lambda r: np.mean(r["element_means"][:-1])), mean(lambda r: r["element_means"][-1])]
-            lines.append([*cells, mean(lambda r: np.mean(r["error"]))])
-    head = ("variant", "targets", "strict", "whole", "things", "backdrop", "similarity of things", "of the backdrop")
-    return markdown((*head, "latent error"), lines)
+        means = [f"{np.mean([MEANS[column](row) for row in of_variant]):.2f}" for column in columns if of_variant]
+        lines += [[f"`{variant}`", str(len(of_variant)), *means]] if means else []
+    return markdown(("variant", "targets", *columns), lines)
+
+
+def briefly(rows: list[dict]) -> str:
+    """The same in three columns: Markdown."""
+    return table(rows, columns=("strict rate", "things", "backdrop"))
+
+
+def difference(rows: list[dict], variant: str, over: str, read: Callable[[dict], float]) -> str:
+    """Mean difference of two variants over targets, with its interval."""
+    of = {(row["target"], row["variant"]): read(row) for row in rows}
+    both = [name for name in FRESH if (name, variant) in of and (name, over) in of]
+    return interval([of[name, variant] - of[name, over] for name in both], "+.2f")
+
+
+def worn(target: str) -> bool:
+    """Whether a target of three elements has a worn hat."""
+    scene = target_scene(target)
+    return len(scene.things) == 2 and any(thing.worn for thing in scene.things)
+
+
+def claims(rows: list[dict]) -> str:
+    """Each claim of the protocol about the machine itself, and its value on the frozen targets: Markdown."""
+    frozen = [row for row in rows if row["target"] in FRESH]
+    shown = [row for row in frozen if row["variant"] == "recommended"]
+    alone = [row for row in frozen if row["variant"] == "leak_free"]
+    closed = [row["rate"] for row in shown if min(row["pairs"].values()) > 0]
+    open_ones = [row["rate"] for row in shown if min(row["pairs"].values()) <= 0]
+    areas, alike = zip(
+        *(pair for row in shown for pair in zip(row["area"][:-1], row["element_means"][:-1], strict=True)), strict=True
+    )
+    backdrop, things = MEANS["backdrop"], MEANS["things"]
+    lines = [
+        ("elements that pass", "at least 0.70", interval([all_elements(row) for row in shown])),
+        ("strict rate", "at least 0.25", interval([row["rate"] for row in shown])),
+        ("strict rate without unions", "at most 0.05", interval([row["rate"] for row in alone])),
+        (
+            "strict rate, every boundary won and not",
+            "the first is higher",
+            f"{np.mean(closed):.2f} ({len(closed)}), {np.mean(open_ones):.2f} ({len(open_ones)})",
+        ),
+        ("region weight: elements without it", "fewer", difference(frozen, "no_region", "recommended", all_elements)),
+        ("area of a thing and its similarity, rank correlation", "above 0", f"{spearmanr(areas, alike)[0]:+.2f}"),
+        ("L1: elements", "within 0.05", difference(frozen, "L1", "leak_free", all_elements)),
+        ("L0: backdrop", "at most -0.10", difference(frozen, "L0", "leak_free", backdrop)),
+        ("L0: things", "no fall", difference(frozen, "L0", "leak_free", things)),
+        ("unique words: backdrop", "rises", difference(frozen, "leak_free_unique", "leak_free", backdrop)),
+        ("noise window: elements", "within 0.05", difference(frozen, "window", "recommended", all_elements)),
+        (
+            "strict rate, three elements with a worn hat",
+            "below 0.10",
+            ", ".join(f"{row['rate']:.2f}" for row in shown if worn(row["target"])),
+        ),
+    ]
+    return markdown(("in the machine", "claimed", "measured"), [list(line) for line in lines])
+
+
+BLOCKS: dict[str, Callable[[Read], str]] = {
+    "theory": lambda read: table(read("theory.jsonl")),
+    "theory-briefly": lambda read: briefly(read("theory.jsonl")),
+    "theory-claims": lambda read: claims(read("theory.jsonl")),
+    "theory-network": lambda read: compared(read("theory.jsonl"), read("kept.jsonl")),
+    "theory-known": lambda read: compared(read("theory.jsonl"), read("kept.jsonl"), KNOWN),
+    "theory-network-briefly": lambda read: compared_briefly(read("theory.jsonl"), read("kept.jsonl")),
+}

@@ -1,6 +1,5 @@
 """The machine of bench/theory.py on records that are made up, and the tables of its rows."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,24 +69,40 @@ def test_auc_counts_pairs_in_order():
     assert np.isnan(theory_table.auc(scores, np.array([False] * 4)))
 
 
-def test_the_comparison_says_how_many_rows_the_network_has(tmp_path, monkeypatch):
-    kept = tmp_path / "kept.jsonl"
-    monkeypatch.setattr(theory_table, "KEPT", kept)
-    row = {
-        "variant": "recommended",
-        "elements": [1.0, 0.0],
-        "element_means": [0.9, 0.4],
-        "thresholds": [0.5, 0.5, 0.5],
-        "copies": [0.9, 0.9],
-        "area": [0.1, 0.9],
-        "error": [0.1, 1.0],
-        "odds": [3.0, -1.0],
-        "pairs": {"0,1": 2.0},
-    }
-    rows = [{**row, "target": name} for name in ("1", "2")]
-    assert "rows of 0 of 2 targets" in theory_table.compared(rows, "recommended", ["1", "2"])
-    of_network = {"arm": "recommended", "target": "1", "steps": 400, "elements": [1.0, 0.2]}
-    kept.write_text(json.dumps(of_network) + "\n")
-    said = theory_table.compared(rows, "recommended", ["1", "2"])
-    assert "rows of 1 of 2 targets" in said
-    assert "| machine: similarity over the threshold | 1.00 [1.00, 1.00] (1 of 2) |" in said
+ROW = {
+    "variant": "recommended",
+    "rate": 0.5,
+    "whole_rate": 0.5,
+    "elements": [1.0, 0.0],
+    "element_means": [0.9, 0.4],
+    "thresholds": [0.5, 0.5, 0.5],
+    "copies": [0.9, 0.9],
+    "area": [0.1, 0.9],
+    "error": [0.1, 1.0],
+    "odds": [3.0, -1.0],
+    "pairs": {"0,1": 2.0},
+}
+
+
+def test_scores_are_compared_on_the_targets_that_the_network_has():
+    rows = [{**ROW, "target": name} for name in theory_table.FRESH[:2]]
+    first, second = (row["target"] for row in rows)
+    assert f"| {theory_table.OVER} | 0 |" in theory_table.compared(rows, [])
+    network = [
+        {"arm": "recommended", "target": first, "steps": 400, "elements": [1.0, 0.2]},
+        {"arm": "recommended", "target": first, "steps": 800, "elements": [1.0, 0.95]},
+        {"arm": "plain", "target": "1", "steps": 400, "elements": [0.0, 0.0]},
+    ]
+    assert f"| {theory_table.OVER} | 1 | (0 of 2) | (0 of 2) |" in theory_table.compared(rows, network)
+    network.append({"arm": "recommended", "target": second, "steps": 400, "elements": [0.95, 0.7]})
+    said = theory_table.compared(rows, network)
+    assert f"| {theory_table.OVER} | 2 | 0.83 [0.83, 1.00] (1 of 4) | (0 of 4) |" in said
+    assert "plain" not in said
+
+
+def test_a_variant_is_compared_with_another_target_by_target():
+    rows = [{**ROW, "target": name, "variant": "leak_free", "rate": 0.1} for name in theory_table.FRESH]
+    rows += [{**ROW, "target": name, "rate": 0.4} for name in theory_table.FRESH[:8]]
+    strict = theory_table.MEANS["strict rate"]
+    assert theory_table.difference(rows, "recommended", "leak_free", strict) == "+0.30 [+0.30, +0.30]"
+    assert "| `leak_free` | 16 | 0.10 | 1.00 | 0.00 |" in theory_table.briefly(rows)
