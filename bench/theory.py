@@ -58,6 +58,7 @@ class Variant:
     """What is shown, and how it counts. Shares are of all exposures that the loss sees."""
 
     unions: int = 80  # different ones; 0: leak-free
+    elements: int | None = None  # of a union; all but one by default
     backdrop: bool | None = None  # in every union, or in none
     union_share: float = 0.25  # of the elements' exposures
     clean: int = 360
@@ -80,6 +81,7 @@ VARIANTS = {
     "L1": Variant(unions=0, own_places=True),
     "unions_with_backdrop": Variant(backdrop=True),
     "unions_without": Variant(backdrop=False),
+    "pairs_with_backdrop": Variant(backdrop=True, elements=2),
 }
 
 
@@ -141,9 +143,9 @@ def element_records(name: str, other_rooms: bool) -> tuple[list[dict], Tensor]:
 
 
 @cache
-def unions(name: str, count: int, backdrop: bool | None) -> tuple[list[dict], Tensor]:
-    """Pictures of all elements but one, pasted as training pastes them, and their latents; `foreign` alike."""
-    records = element_records(name, other_rooms=False)[0]
+def unions(name: str, count: int, backdrop: bool | None, elements: int | None) -> tuple[list[dict], Tensor]:
+    """Pictures of several elements, pasted as training pastes them, and their latents; `foreign` alike."""
+    records, z = element_records(name, other_rooms=False)
     columns = [[record[key] for record in records] for key in ("role", "target_id", "element_id", "phrases")]
 
     def others(layer: str) -> Others:
@@ -155,12 +157,13 @@ def unions(name: str, count: int, backdrop: bool | None) -> tuple[list[dict], Te
     for i in range(4 * count):
         record = records[i % len(records)]
         layers = [
-            pairwise(record, generator(0, "theory union", i), others(layer), share=1.0, elements=None)
+            pairwise(record, generator(0, "theory union", i), others(layer), share=1.0, elements=elements)
             for layer in ("image", "foreign")
         ]
         if layers[0] and layers[1] and backdrop in (None, last in layers[0]["phrases"]):
             joined.append({**layers[0], "foreign": layers[1]["image"].convert("L")})
-    return joined[:count], encode([union["image"] for union in joined[:count]])
+    joined = joined[:count]
+    return joined, encode([union["image"] for union in joined]) if joined else z[:0]
 
 
 @cache
@@ -189,7 +192,7 @@ class Data:
         self.name = name
         self.phrases = phrases_of(name)
         elements, z_elements = element_records(name, variant.other_rooms)
-        pasted, z_unions = unions(name, variant.unions, variant.backdrop) if variant.unions else ([], z_elements[:0])
+        pasted, z_unions = unions(name, variant.unions, variant.backdrop, variant.elements)
         drawn, z_clean = clean_scenes(variant.clean)
         clean = [
             {"phrases": s.phrases, "role": "clean", "mask": None, "foreign": foreign(s, masks, self.phrases)}
@@ -205,8 +208,8 @@ class Data:
         shares = (1 - variant.clean_share - of_unions, of_unions, variant.clean_share)
         of_roles = zip(shares, (elements, pasted, clean), strict=True)
         exposures = [share / len(of_role) for share, of_role in of_roles for _ in of_role]
-        everywhere = Image.new("L", (64, 64), 255)
-        covered = torch.stack([to_tensor(record["mask"] or everywhere)[:1] for record in self.records])
+        masks = [record["mask"] or Image.new("L", (64, 64), 255) for record in self.records]
+        covered = torch.stack([to_tensor(mask)[:1] for mask in masks])
         weights = region_weight(covered, (SIDE, SIDE), variant.outside).flatten(1)
         if variant.own_places:
             weights = weights * self.counted()
@@ -301,9 +304,7 @@ class Machine:
 
 
 def pairs(data: Data, odds: Tensor) -> dict[str, float]:
-    """For each ordered pair "i,j" of neighbouring elements: the lowest log odds of a place of i that has j beside it.
-
-    The target is a fixed point of the machine where all are above nought."""
+    """Of each ordered pair "i,j" of neighbours, the lowest log odds of a place of i beside j; nought is a draw."""
     owner = data.cells.argmax(0)
     near = F.max_pool2d((data.cells > 0.5).float().view(-1, 1, SIDE, SIDE), 3, 1, 1).flatten(1) > 0
     lowest: dict[str, float] = {}
@@ -343,10 +344,9 @@ judge_of = cache(Judge)
 @torch.no_grad()
 def predict(name: str, variant: str, count: int) -> dict:
     """The row of a target in a variant."""
-    settings = VARIANTS[variant]
     judge = judge_of(name)
-    data = Data(name, settings)
-    machine = Machine(data, settings)
+    data = Data(name, VARIANTS[variant])
+    machine = Machine(data, VARIANTS[variant])
     z = machine.sample(count)
     scores = judge.scores(decode(z))
     passes = scores >= judge.thresholds[:, None]
