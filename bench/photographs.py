@@ -1,6 +1,6 @@
 """What a verdict says of one's own pictures: `python -m bench.photographs [--targets N] [--first SEED]`.
 
-Targets pasted from the photographs of scikit-image's wheel (tests/photographs.py), and README's example. Of each,
+Targets pasted from the photographs of scikit-image's wheel (tests/photographs.py), and docs/example. Of each,
 failures that its calibration did not see (an element missing, mirrored, turned, replaced by another or by a foreign
 thing; the backdrop flat or foreign), which must not count, and copies, which must. Each is measured as the pipeline's
 autoencoder leaves it, calibrated as an audit without a baseline is. Each picture is a row of
@@ -108,7 +108,7 @@ def of_photographs(seed: int) -> Target:
 
 
 def example_pictures(target: Target) -> dict[str, Image.Image]:
-    """What README's example was certified on before, and a copy; of its own pixels."""
+    """What docs/example was certified on before, and a copy; of its own pixels."""
     picture = np.asarray(target.image.convert("RGB"))
     ball, box, _ = (np.asarray(mask.convert("L").resize(target.image.size)) > 127 for mask in target.masks if mask)
     field = tuple(int(level) for level in np.median(picture[~(ball | box)], axis=0))
@@ -159,7 +159,7 @@ def pictures_of(seed: int) -> dict[str, Image.Image]:
 
 # ------------------------------------------------------------------------------------------------- tables
 def table(rows: list[dict]) -> str:
-    """What counted, by kind of picture, over the photographs; then README's example."""
+    """What counted, by kind of picture, over the photographs; then docs/example."""
     of_photos = [row for row in rows if row["target"].startswith("photo-")]
     kinds: dict[str, list[bool]] = defaultdict(list)
     for row in of_photos:
@@ -178,7 +178,7 @@ def table(rows: list[dict]) -> str:
 
 
 def example(rows: list[dict]) -> str:
-    """README's example: similarities beside the thresholds."""
+    """docs/example: similarities beside the thresholds."""
     of_example = [row for row in rows if row["target"] == "ball-box"]
     if not of_example:
         return ""
