@@ -5,8 +5,8 @@ pipeline.
     python validation.py --pictures DIR --targets targets.jsonl [--pipeline DIR_OR_ID]
     python validation.py --pipeline DIR_OR_ID (--phrases FILE | --scan FILE | --train_data_dir DIR)
 
-Exit code 0: not recovered; 3: recovered; 4: undecided; 2: a mistake. Numbers: docs/metrics.md;
-search: docs/shield.md."""
+Exit code 0: not recovered, or in part; 3: recovered; 4: undecided; 2: a mistake. Numbers:
+docs/metrics.md; search: docs/shield.md."""
 
 from silentbad.settings import startup
 from silentbad.settings.types import check_values
@@ -44,6 +44,7 @@ from silentbad.measure.measure import Measure, null_source
 from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import on_grid
 from silentbad.measure.record import (
+    IN_PART,
     NAME,
     NOT_RECOVERED,
     RECOVERED,
@@ -65,6 +66,7 @@ from silentbad.measure.record import (
 from silentbad.measure.samples import (
     element_file,
     grid_line,
+    image_file,
     log_grid,
     save,
     save_targets,
@@ -89,7 +91,7 @@ from silentbad.model.registry import backbone_of
 from silentbad.report import run_report
 from silentbad.report.evidence import kept_sentence, range_lines, verdict_sentence
 
-EXIT_CODES = {NOT_RECOVERED: 0, RECOVERED: 3, UNDECIDED: 4}
+EXIT_CODES = {NOT_RECOVERED: 0, IN_PART: 0, RECOVERED: 3, UNDECIDED: 4}
 
 __all__ = ["Audit", "RecoveryHook", "ValidationConfig", "audit", "averaged"]
 
@@ -243,8 +245,11 @@ class RecoveryHook(Hook):
         entry.seconds = time.perf_counter() - started
         self.seconds += entry.seconds
         entry.share = self.seconds / self.elapsed()
+        outdated = self._forget_pictures()
         if self.accelerator.is_main_process:
             self.write()
+            for file in outdated:
+                (self.output_dir / file).unlink(missing_ok=True)
         return scalars(entry, self.threshold)
 
     def elapsed(self) -> float:
@@ -305,7 +310,7 @@ class RecoveryHook(Hook):
     def _save_samples(
         self, step: int, tag: str, rows: list[dict[str, Any]], scores: dict[str, TargetScores]
     ) -> None:
-        """Best and median generation of each kept target, and a grid, best first."""
+        """Every image of each kept target, the best and the median one, and a grid, best first."""
         folder = Path("samples") / f"step-{step:06d}-{tag}"
         lines = []
         writes = self.accelerator.is_main_process
@@ -316,14 +321,28 @@ class RecoveryHook(Hook):
             target_scores = scores[target.target_id]
             target_scores.best = Picture(f"{folder}/{self.names[j]}-best.png", best["sim"])
             target_scores.median = Picture(f"{folder}/{self.names[j]}-median.png", median["sim"])
-            for picture, row in ((target_scores.best, best), (target_scores.median, median)):
-                if writes:
-                    save(Image.fromarray(row["pixels"]), self.output_dir / picture.file)
+            target_scores.pictures = [
+                image_file(folder, self.names[j], i) for i in range(len(images))
+            ]
+            kept = [(target_scores.best.file, best), (target_scores.median.file, median)]
+            kept += zip(target_scores.pictures, (r for r in rows if r["target"] == j), strict=True)
+            for file, row in kept if writes else ():
+                save(Image.fromarray(row["pixels"]), self.output_dir / file)
             lines.append(grid_line(target.image, [row["pixels"] for row in images]))
         if lines and writes:
             grid = np.concatenate(lines)
             save(Image.fromarray(grid), self.output_dir / folder / "grid.png")
             log_grid(self.accelerator.trackers, f"validation/{tag}", grid, step)
+
+    def _forget_pictures(self) -> list[str]:
+        """The files of all but the last measurement's images, which its record names no longer."""
+        files = list[str]()
+        for entry in self.history[:-1]:
+            for scores in (entry.raw, entry.ema):
+                for target in scores.targets.values() if scores else ():
+                    files += target.pictures or []
+                    target.pictures = None
+        return files
 
     def summary(self) -> list[SummaryRow]:
         """A row per weights and target, and one over all targets."""

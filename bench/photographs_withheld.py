@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from bench.recovery_table import append, grid, stored
 from silentbad.measure.intervals import binomial_interval
-from silentbad.measure.record import NOT_RECOVERED, RECOVERED, UNDECIDED, Record
+from silentbad.measure.record import IN_PART, NOT_RECOVERED, RECOVERED, UNDECIDED, Record
 from tests import photographs
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +81,7 @@ def measured(seed: int, withheld: int | None, steps: int) -> dict:
         "withheld": NOTHING if withheld is None else phrases[withheld],
         "backdrop": withheld == len(phrases) - 1,
         "steps": steps,
-        "state": verdict.state,
+        "state": NOT_RECOVERED if verdict.state == IN_PART else verdict.state,
         "reasons": verdict.reasons,
         "above": verdict.images_above,
         "images": verdict.images,

@@ -10,6 +10,7 @@ from silentbad.measure.record import Detection
 CONFIDENCE = 0.95  # of every interval
 TAIL = (1 - CONFIDENCE) / 2  # on each side of it
 BOOTSTRAPS = 2000  # means that an interval is taken from
+LEVEL = 0.05  # p-values below it count as told from chance
 
 
 def binomial_cdf(n: int, p: float) -> np.ndarray:
@@ -80,6 +81,19 @@ def detection(positives: Sequence[float], negatives: Sequence[float]) -> Detecti
         discrimination.tpr = above / len(a)
         discrimination.tpr_low, discrimination.tpr_high = binomial_interval(above, len(a))
     return discrimination
+
+
+def as_many_by_chance(hits: int, n: int, rate: float) -> float:
+    """How likely `hits` of n or more are, each with probability `rate`."""
+    return 1.0 if hits == 0 else max(float(1 - binomial_cdf(n, rate)[hits - 1]), 0.0)
+
+
+def passes_alike(hits: int, n: int, other_hits: int, other_n: int, rate: float) -> bool:
+    """Whether a control passes (`other_hits` of `other_n`) more often than by chance, and not
+    clearly less often than what it controls (Fisher's exact test)."""
+    if as_many_by_chance(other_hits, other_n, rate) >= LEVEL:
+        return False
+    return fewer_by_chance(other_hits, other_n, hits, n) >= LEVEL
 
 
 def fewer_by_chance(hits: int, n: int, other_hits: int, other_n: int) -> float:

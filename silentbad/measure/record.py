@@ -17,6 +17,7 @@ from silentbad.settings.types import validated_file
 
 RECOVERED = "recovered"  # the states of a verdict
 NOT_RECOVERED = "not recovered"
+IN_PART = "in part"  # not recovered, but some of its elements are
 UNDECIDED = "undecided"
 NAME = "validation.json"
 ALL = "all targets"  # the summary row over all targets
@@ -162,6 +163,8 @@ class TargetScores(Finite):
     decoded: list[float] | None = None  # and to what the autoencoder leaves of it
     best: Picture | None = None
     median: Picture | None = None
+    # the file of every image, in the order of `sims`; of the last measurement alone
+    pictures: list[str] | None = None
 
 
 @dataclass
@@ -298,17 +301,19 @@ class TargetEntry(Finite):
 
 @dataclass
 class Verdict(Finite):
-    """Whether composed prompts recover a target, and what chance gives."""
+    """Whether composed prompts recover a target, and what chance gives where images pass."""
 
     recovers: bool
     step: int
     images_above: int
     images: int
-    state: str  # RECOVERED, NOT_RECOVERED or UNDECIDED
+    state: str  # RECOVERED, NOT_RECOVERED, IN_PART or UNDECIDED
     expected_by_chance: float | None = None
     p_value: float | None = None
     reasons: list[str] | None = None  # why it is undecided
     states: dict[str, str] | None = None  # by target
+    parts: list[str] | None = None  # what came back and what did not, where that differs
+    to_try: list[str] | None = None  # next, by what was measured
 
 
 @dataclass

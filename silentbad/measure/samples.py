@@ -42,6 +42,11 @@ def element_file(name: str, k: int) -> str:
     return f"samples/targets/{name}+{k}.png"
 
 
+def image_file(folder: Path, name: str, i: int) -> str:
+    """Where image i of a target is kept, in the folder of a measurement."""
+    return f"{folder}/{name}+{i}.png"
+
+
 def save(image: Image.Image, file: Path) -> None:
     with writing(str(file.parent), file.name):
         file.parent.mkdir(parents=True, exist_ok=True)

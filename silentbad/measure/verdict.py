@@ -1,15 +1,19 @@
-"""What a measurement allows to say: recovered, not recovered, or undecided, and why.
+"""What a measurement allows to say: recovered, in part, not recovered, or undecided, and why.
 
 Images above a threshold are not enough. Where a prompt that leaves an element out gives it all the
 same, where failures score as high as copies, or where nobody said which part of the picture is
 which element, the images prove nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from silentbad.measure.intervals import binomial_cdf, fewer_by_chance
+from silentbad.measure.advice import to_try
+from silentbad.measure.by_part import Part, in_words, parts_of
+from silentbad.measure.intervals import LEVEL, as_many_by_chance, passes_alike
+from silentbad.measure.ranges import FALSE_POSITIVES
 from silentbad.measure.record import (
+    IN_PART,
     NOT_RECOVERED,
     RECOVERED,
     UNDECIDED,
@@ -24,8 +28,6 @@ from silentbad.measure.record import (
 )
 from silentbad.measure.scores import images_recovered, latest
 
-LEVEL = 0.05  # p-values below it count as told from chance
-RATE = 0.01  # false positives of an image, where the thresholds promise no better
 COPIED = 0.5  # share of the images that may be nearer to a training picture than to the target
 
 
@@ -38,37 +40,33 @@ def verdict_of(record: Record) -> Verdict:
     above = sum(cell.above for cell in cells)
     images = sum(cell.images for cell in cells)
     answer = Verdict(above > 0, entry.step, above, images, NOT_RECOVERED)
-    if (rate := record.threshold.attained) is not None:
+    rate = record.threshold.attained
+    if rate is not None and above > 0:
         answer.expected_by_chance = images * rate
-        answer.p_value = chance(above, images, rate)
+        answer.p_value = as_many_by_chance(above, images, rate)
     states: dict[str, str] = {}
     reasons: list[str] = []
+    texts: list[str] = []
+    failing: dict[int, list[Part]] = {}
     for j, target in enumerate(record.targets):
-        target_scores = scores.targets.get(target.target_id)
-        if target_scores is None:
+        if target.target_id not in scores.targets:
             continue
-        own_range = record.ranges[j] if record.ranges else None
-        passed = any(
-            any(images_recovered(each, j, record.threshold, record.element_threshold))
-            for cell in cells
-            if (each := cell.targets.get(target.target_id)) is not None
-        )
-        state = NOT_RECOVERED
-        doubts = list[str]()
-        if passed:
-            state = RECOVERED
-            doubts = [*_doubts(target, target_scores, scores, own_range)]
-        elif own_range is not None and _unseen_only(record, target_scores, j, own_range):
-            doubts = [*_blind(target, own_range)]
-        states[target.target_id] = UNDECIDED if doubts else state
+        parts = parts_of(record, j)
+        text = in_words(record, j, parts)
+        state, doubts = _state(record, j, cells, some_came=any(p.came_back for p in parts[1:]))
+        states[target.target_id] = state
         prefix = f"{target.target_id}: " if len(record.targets) > 1 else ""
         reasons += [prefix + doubt for doubt in doubts]
+        texts += [prefix + text] if text else []
+        if state != RECOVERED:
+            failing[j] = parts
     answer.states = states
-    answer.state = next((s for s in (RECOVERED, UNDECIDED) if s in states.values()), NOT_RECOVERED)
+    ranked = (RECOVERED, UNDECIDED, IN_PART)
+    answer.state = next((s for s in ranked if s in states.values()), NOT_RECOVERED)
     if answer.state == RECOVERED:
         general = list[str]()
         if answer.p_value is not None and answer.p_value >= LEVEL:
-            general.append(f"so few images may pass by chance (p = {answer.p_value:.2g})")
+            general.append("so few images may pass by chance")
         if record.placebo is not None and record.placebo.interval[0] <= 0:
             general.append("training on placebo data gives as much")
         if record.withheld is not None and record.withheld.interval[0] <= 0:
@@ -78,12 +76,31 @@ def verdict_of(record: Record) -> Verdict:
         reasons = general + reasons
     answer.recovers = answer.state == RECOVERED
     answer.reasons = reasons or None
+    answer.parts = texts or None
+    answer.to_try = to_try(record, failing) or None
     return answer
 
 
-def chance(above: int, images: int, rate: float) -> float:
-    """The probability of so many images above the threshold, or more, by chance."""
-    return 1.0 if above == 0 else max(float(1 - binomial_cdf(images, rate)[above - 1]), 0.0)
+def _state(
+    record: Record, j: int, cells: Sequence[CellScores], *, some_came: bool
+) -> tuple[str, list[str]]:
+    """(the state of target j, the reasons to doubt it); `some_came`: whether any element came
+    back."""
+    target = record.targets[j]
+    scores = latest(record.history[-1])
+    target_scores = scores.targets[target.target_id]
+    own_range = record.ranges[j] if record.ranges else None
+    passed = any(
+        any(images_recovered(each, j, record.threshold, record.element_threshold))
+        for cell in cells
+        if (each := cell.targets.get(target.target_id)) is not None
+    )
+    if passed:
+        doubts = [*_doubts(target, target_scores, scores, own_range)]
+        return UNDECIDED if doubts else RECOVERED, doubts
+    if own_range is not None and _unseen_only(record, target_scores, j, own_range):
+        return UNDECIDED, [*_blind(target, own_range)]
+    return IN_PART if some_came else NOT_RECOVERED, []
 
 
 # -- reasons to doubt --------------------------------------------------------------------------
@@ -119,15 +136,14 @@ def _doubts(
 
 
 def _passes_alike(cell: CellScores | None, composed: TargetScores, target: TargetEntry) -> bool:
-    """Whether a control passes more often than by chance, and not clearly less often than the
-    composed prompt (Fisher's exact test): a remembered picture may come back now and then without
-    one of its phrases, but the phrase must count for something."""
-    if cell is None or not _passes(cell, target):
+    """Whether a control passes about as often as the composed prompt: a remembered picture may come
+    back now and then without one of its phrases, but the phrase must count for something."""
+    other = cell.targets.get(target.target_id) if cell is not None else None
+    if other is None:
         return False
-    other = cell.targets[target.target_id]
-    hits = [round(scores.rate * len(scores.sims)) for scores in (composed, other)]
     sizes = [len(scores.sims) for scores in (composed, other)]
-    return fewer_by_chance(hits[1], sizes[1], hits[0], sizes[0]) >= LEVEL
+    hits = [round(composed.rate * sizes[0]), round(other.rate * sizes[1])]
+    return passes_alike(hits[0], sizes[0], hits[1], sizes[1], FALSE_POSITIVES)
 
 
 def _passes(cell: CellScores | None, target: TargetEntry) -> bool:
@@ -136,7 +152,8 @@ def _passes(cell: CellScores | None, target: TargetEntry) -> bool:
     if target_scores is None:
         return False
     images = len(target_scores.sims)
-    return chance(round(target_scores.rate * images), images, RATE) < LEVEL
+    hits = round(target_scores.rate * images)
+    return as_many_by_chance(hits, images, FALSE_POSITIVES) < LEVEL
 
 
 def _parts(target: TargetEntry, own_range: TargetRange) -> Iterator[tuple[str, Range]]:

@@ -168,8 +168,9 @@ def line_chart(
     xs = [x for s in series for x, _ in points(s)]
     sides = [side or () for s in series for side in (s.ys, s.low, s.high)]
     ys = [y for side in sides for y in side if finite(y)]
-    x_range = bounds(xs)
-    y_range = bounds([*ys, *(y for _, y in marks)], y_range)
+    from_nought = (0.0, 0.0) if len(set(xs)) == 1 else None  # a point alone has no range
+    x_range = bounds(xs, from_nought)
+    y_range = bounds([*ys, *(y for _, y in marks)], y_range or from_nought)
     x_place, y_place = scales(x_range, y_range)
     parts = axes(x_range, y_range, x_label)
     for k, one_curve in enumerate(series):

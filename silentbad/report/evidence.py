@@ -14,6 +14,7 @@ from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.limit import Limit
 from silentbad.measure.ranges import null_scores
 from silentbad.measure.record import (
+    IN_PART,
     CellScores,
     Kept,
     NullScores,
@@ -45,28 +46,44 @@ CONTROLS = {  # cell, or the stem of numbered ones -> (row, what it asks)
 # -- the verdict -----------------------------------------------------------------------------------
 @dataclass
 class Answer:
-    """The verdict in words: a headline, and the sentences with its numbers."""
+    """The verdict in words: a headline, the sentences with its numbers, and what to try."""
 
     headline: str
-    state: str  # RECOVERED, NOT_RECOVERED or UNDECIDED
+    state: str  # RECOVERED, NOT_RECOVERED, IN_PART or UNDECIDED
     sentences: list[str]
+    to_try: list[str]
+
+    @property
+    def opening(self) -> str:
+        """The headline as the sentences follow it."""
+        return f"{self.headline}{':' if self.state == IN_PART else '.'}"
 
     def __str__(self) -> str:
-        return " ".join([f"{self.headline}.", *self.sentences])
+        return "\n".join([" ".join([self.opening, *self.sentences]), *self.to_try])
 
 
 def answer(record: Record) -> Answer:
-    """Recovered, not recovered or undecided, why, and the numbers, of the last measurement."""
+    """Recovered, in part, not recovered or undecided, why, and the numbers, of the last
+    measurement."""
     scores = latest(record.history[-1])
-    state = record.verdict.state
-    sentences = [f"Reason: {reason}." for reason in record.verdict.reasons or []]
-    sentences += [_counted(record, scores), *_before(record)]
-    sentences += [*_by_chance(record), *_on_placebo(record), *_without(record)]
-    return Answer(state.capitalize(), state, sentences)
+    verdict = record.verdict
+    in_part = verdict.state == IN_PART
+    parts = [f"{part}." for part in verdict.parts or []]
+    if parts and not in_part:
+        parts[0] = f"By part: {parts[0]}"
+    reasons = [f"Reason: {reason}." for reason in verdict.reasons or []]
+    sentences = parts + reasons if in_part else reasons + parts
+    sentences += [_counted(record, scores), *_before(record), *_by_chance(record)]
+    return Answer(
+        headline=verdict.state.capitalize(),
+        state=verdict.state,
+        sentences=[*sentences, *_on_placebo(record), *_without(record)],
+        to_try=[f"Try {advice}." for advice in verdict.to_try or []],
+    )
 
 
 def verdict_sentence(record: Record) -> str:
-    """The verdict in one line for a terminal."""
+    """The verdict in one line for a terminal, and what to try in a line each."""
     return str(answer(record))
 
 
@@ -98,11 +115,9 @@ def _before(record: Record) -> list[str]:
 
 def _by_chance(record: Record) -> list[str]:
     verdict = record.verdict
-    if verdict.expected_by_chance is None or not verdict.images > 0:
+    if verdict.images_above == 0 or verdict.expected_by_chance is None:
         return []
-    p = ""
-    if verdict.p_value is not None and verdict.recovers:
-        p = f" (p {probability(verdict.p_value)})"
+    p = "" if verdict.p_value is None else f" (p {probability(verdict.p_value)})"
     share = rounded(verdict.expected_by_chance / verdict.images)
     return [f"Of pictures like the nulls at most {share} pass by chance{p}."]
 
@@ -454,9 +469,11 @@ def _phrases_asked(cell: str, phrases: int) -> set[int] | None:
 
 
 def threshold_kinds(record: Record) -> Table:
-    """What each kind of null asks of the thresholds; the highest decides."""
-    whole = record.threshold.kinds or {}
-    element = record.element_threshold.kinds or {}
+    """What each kind of null asks of the thresholds, where these are quantiles; the highest
+    decides."""
+    of_quantiles = record.threshold.false_positive_rate is not None
+    whole = record.threshold.kinds or {} if of_quantiles else {}
+    element = record.element_threshold.kinds or {} if of_quantiles else {}
     rows: list[list[Cell]] = []
     for kind in dict.fromkeys([*whole, *element]):
         row: list[Cell] = [kind]

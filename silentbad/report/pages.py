@@ -66,10 +66,13 @@ class Shot:
 
 
 @dataclass
-class Pair:
-    """A target beside its best and its median generation, and how many of its images count."""
+class Sheet:
+    """A target and its elements, every image of its composed prompt, and how many of them count."""
 
-    shots: Sequence[Shot]
+    name: str
+    prompt: str
+    target: Sequence[Shot]
+    images: Sequence[Shot]
     counted: str
 
 

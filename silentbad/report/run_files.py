@@ -26,6 +26,7 @@ from silentbad.settings.types import validated_file
 WEIGHTS = {"raw": "raw weights", "ema": "averaged weights"}
 MOST_BYTES = 32_000_000  # of a picture's file
 SIDE = 208  # pixels of a picture in the page, which shows it at half of that
+LARGE = 512  # of one that is large on a click
 T = TypeVar("T")
 
 
@@ -97,7 +98,7 @@ class RecordedRun:
         self.localised = self._part(parts.NAME, parts.Localised)
         self.facts = self._part("run.json", dict[str, Any]) or {}
         self.config = self._text("config.yaml")
-        self._pictures: dict[Path, str] = {}
+        self._pictures: dict[tuple[Path, int], str] = {}
 
     def _inside(self, name: str) -> Path | None:
         """Where a file of the folder is; None where there is none, or a link leads out."""
@@ -144,18 +145,21 @@ class RecordedRun:
             self.notes.append(f"metrics.jsonl: {broken} unreadable lines left out")
         return rows
 
-    def picture(self, name: str | None) -> str:
-        """A picture of the folder as a data URI; empty where there is none that can be read."""
+    def picture(self, name: str | None, side: int = SIDE) -> str:
+        """A picture of the folder as a data URI, of so many pixels at most; empty where there is
+        none that can be read."""
         file = None if name is None else self._inside(name)
         if name is None or file is None:
             return ""
-        if file not in self._pictures:
+        key = (file, side)
+        if key not in self._pictures:
             try:
-                self._pictures[file] = _data_uri(file, name)
+                self._pictures[key] = _data_uri(file, name, side)
             except UserError as error:
-                self._pictures[file] = ""
-                self.notes.append(str(error))
-        return self._pictures[file]
+                self._pictures[key] = ""
+                if str(error) not in self.notes:
+                    self.notes.append(str(error))
+        return self._pictures[key]
 
     def withheld(self) -> list[str]:
         """Elements that config.yaml left out of training."""
@@ -200,13 +204,13 @@ class RecordedRun:
         return [row for row in rows if row.target != ALL and row.weights == kind]
 
 
-def _data_uri(file: Path, name: str) -> str:
+def _data_uri(file: Path, name: str, side: int) -> str:
     with user_errors(f"{name}: cannot be read"):
         if file.stat().st_size > MOST_BYTES:
             raise UserError(f"{name}: over the limit of {MOST_BYTES} bytes; left out")
         image = open_image(file.read_bytes(), name)
     small = max(image.size) <= SIDE // 2
-    image.thumbnail((SIDE, SIDE))
+    image.thumbnail((side, side))
     stream = io.BytesIO()
     image.save(stream, "PNG", optimize=True) if small else image.save(stream, "JPEG", quality=86)
     content = base64.b64encode(stream.getvalue()).decode()

@@ -10,14 +10,16 @@ from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.limit import FOLDER
 from silentbad.measure.record import (
     CellScores,
+    ElementThreshold,
     Measurement,
     Range,
     Record,
     Scores,
     TargetEntry,
     TargetScores,
+    Threshold,
 )
-from silentbad.measure.scores import images_recovered, latest, mean_of
+from silentbad.measure.scores import curve, images_recovered, latest, mean_of
 from silentbad.report import pages, parts
 from silentbad.report.charts import Reach, Series, finite, spaced
 from silentbad.report.evidence import rate_cells
@@ -25,13 +27,13 @@ from silentbad.report.pages import (
     Card,
     Cell,
     Figure,
-    Pair,
+    Sheet,
     Shot,
     Table,
     rounded,
     short,
 )
-from silentbad.report.run_files import WEIGHTS, RecordedRun
+from silentbad.report.run_files import LARGE, WEIGHTS, RecordedRun
 
 CELLS = {
     "composed": "composed prompt",
@@ -46,7 +48,7 @@ NUMBERED = {
     "paraphrase": "paraphrase {}",
 }
 RATE = "strict rate (CIR): images with the whole and every element"
-MOST_PAIRS = 6  # targets beside their best generation, at the top
+MOST_PAIRS = 6  # targets that are not folded, and with charts of their own
 MOST_STEPS = 10  # shown of each target
 MOST_PROMPTS = 40  # of the sample prompts
 MOST_UNRELATED = 24  # unrelated prompts with their pictures
@@ -104,26 +106,62 @@ def _step(value: float | None) -> Cell:
     return "never" if value is None else short(value)
 
 
-def pairs(run: RecordedRun, record: Record, kind: str) -> list[Pair]:
-    """Each of the first targets beside its best and median generation at the last measurement."""
+def sheets(run: RecordedRun, record: Record, kind: str) -> list[Sheet]:
+    """Each target beside its elements and every image of the last measurement, best first."""
     last = run.last(kind)
-    rows = list[Pair]()
-    for target in record.targets[:MOST_PAIRS]:
+    rows = list[Sheet]()
+    for j, target in enumerate(record.targets):
         target_scores = last.targets.get(target.target_id)
         if target_scores is None:
             continue
-        hits = _hits(record, target, target_scores)
-        shots = []
-        for name, generation in (("best", target_scores.best), ("median", target_scores.median)):
-            if generation and (src := run.picture(generation.file)):
-                caption = f"{name} {rounded(generation.sim)}"
-                hit = generation.sim in hits
-                shots.append(Shot(src, f"{name} generation", caption, hit=hit))
-        if shots:
-            shot = Shot(run.picture(target.image), f"target {target.target_id}", target.target_id)
-            counted = f"{len(hits)} of {len(target_scores.sims)} images recovered"
-            rows.append(Pair([shot, *shots], counted))
+        images = _images(run, record, j, target_scores)
+        if images:
+            files = [("target", target.image), *zip(target.phrases, target.elements, strict=False)]
+            shots = [
+                Shot(src, f"{target.target_id}: {name}", name)
+                for name, file in files
+                if (src := run.picture(file, LARGE))
+            ]
+            hits = sum(images_recovered(target_scores, j, *_thresholds(record)))
+            counted = f"{hits} of {len(target_scores.sims)} images recovered"
+            rows.append(Sheet(target.target_id, target.prompt, shots, images, counted))
     return rows
+
+
+def _images(run: RecordedRun, record: Record, j: int, scores: TargetScores) -> list[Shot]:
+    """Every image of target j, best first, each with its similarity and the elements that it
+    lacks; of a record that names none, the best and the median one."""
+    files = scores.pictures
+    if files is None or len(files) != len(scores.sims):
+        kept = [picture for picture in (scores.best, scores.median) if picture is not None]
+        files = [picture.file for picture in kept]
+        places = [scores.sims.index(p.sim) if p.sim in scores.sims else 0 for p in kept]
+    else:
+        places = sorted(range(len(files)), key=lambda i: -scores.sims[i])
+        files = [files[i] for i in places]
+    hits = images_recovered(scores, j, *_thresholds(record))
+    shots = list[Shot]()
+    for file, i in zip(files, places, strict=True):
+        if src := run.picture(file, LARGE):
+            lacks = _lacking(record, j, scores, i)
+            alt = f"image {i + 1} of {record.targets[j].target_id}"
+            shots.append(Shot(src, alt, rounded(scores.sims[i]), lacks, hits[i]))
+    return shots
+
+
+def _lacking(record: Record, j: int, scores: TargetScores, i: int) -> str:
+    """The elements of target j that do not reach their thresholds in image i."""
+    phrases = record.targets[j].phrases
+    lacks = [
+        f"{phrase} {rounded(element.sims[i])}"
+        for k, (phrase, element) in enumerate(zip(phrases, scores.elements, strict=False))
+        if element.sims and element.sims[i] < record.element_threshold.of(j, k)
+    ]
+    return f"not: {', '.join(lacks)}" if lacks else ""
+
+
+def _thresholds(record: Record) -> tuple[Threshold, ElementThreshold]:
+    return record.threshold, record.element_threshold
 
 
 # -- the range -------------------------------------------------------------------------------------
@@ -219,8 +257,8 @@ def prompts(run: RecordedRun) -> list[tuple[str, str, list[Shot]]]:
 
 def _hits(record: Record, target: TargetEntry, target_scores: TargetScores) -> list[float]:
     """The similarities of the images of a target that are recovered."""
-    thresholds = (record.threshold, record.element_threshold)
-    hits = images_recovered(target_scores, record.targets.index(target), *thresholds)
+    j = record.targets.index(target)
+    hits = images_recovered(target_scores, j, *_thresholds(record))
     return [sim for sim, hit in zip(target_scores.sims, hits, strict=True) if hit]
 
 
@@ -276,7 +314,9 @@ def _elements(run: RecordedRun, target: TargetEntry, kind: str) -> list[Shot]:
 
 
 def curves(run: RecordedRun, record: Record) -> list[Figure]:
-    """Rate, similarity and elements against steps."""
+    """Rate, similarity and elements against steps; an audit has no curve."""
+    if record.history[-1].step > 0 and record.history[-1].label:
+        return []
     kinds = run.kinds()
     sims = []
     for kind in kinds:
@@ -285,7 +325,6 @@ def curves(run: RecordedRun, record: Record) -> list[Figure]:
             run.series(f"95th percentile, {WEIGHTS[kind]}", kind, lambda s: s.p95),
             run.series(f"best, {WEIGHTS[kind]}", kind, lambda s: s.max),
         ]
-    parts = [run.series(WEIGHTS[kind], kind, lambda s: s.element_rate) for kind in kinds]
     rates = [run.rates(WEIGHTS[kind], kind) for kind in kinds]
     rates += [
         run.series(f"whole alone, {WEIGHTS[kind]}", kind, lambda s: s.whole) for kind in kinds
@@ -295,13 +334,42 @@ def curves(run: RecordedRun, record: Record) -> list[Figure]:
         "over targets (binomial where all agree), or over the images of a single target"
     )
     limit = [("threshold", record.threshold.value)]
-    of_elements = "mean rate over elements with a mask"
     return [
         *pages.lines(rates, "Recovery rate (CIR)", y_range=(0, 1), note=note),
         *pages.lines(sims, "Similarity to the target", marks=limit, digits=2),
         *_by_target(run, record, kinds[0]),
-        *pages.lines(parts, "Elements recovered", y_range=(0, 1), note=of_elements),
+        *_by_element(run, record, kinds[0]),
     ]
+
+
+def _by_element(run: RecordedRun, record: Record, kind: str) -> list[Figure]:
+    """How often each element of the first targets comes, and how far its mean similarity is from
+    its threshold: the mean over elements hides the one that fails."""
+    figures = list[Figure]()
+    of_rates = "share of images in which the element reaches its threshold"
+    of_sims = "mean similarity less the element's threshold"
+    for j, target in enumerate(record.targets[:MOST_PAIRS]):
+        name = target.target_id
+        points = [
+            (e.step, s.targets[name].elements)
+            for e, s in curve(run.history, kind)
+            if name in s.targets
+        ]
+        steps = [step for step, _ in points]
+        rates = list[Series]()
+        sims = list[Series]()
+        for k, (phrase, *elements) in enumerate(
+            zip(target.phrases, *(elements for _, elements in points), strict=False)
+        ):
+            limit = record.element_threshold.of(j, k)
+            above = [None if e.mean is None else e.mean - limit for e in elements]
+            rates.append(Series(phrase, steps, [element.rate for element in elements]))
+            sims.append(Series(phrase, steps, above))
+        figures += pages.lines(rates, f"Elements of {name}", y_range=(0, 1), note=of_rates)
+        figures += pages.lines(
+            sims, f"Similarity of the elements of {name}", marks=[("threshold", 0.0)], note=of_sims
+        )
+    return figures
 
 
 def _by_target(run: RecordedRun, record: Record, kind: str) -> list[Figure]:

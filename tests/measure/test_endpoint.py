@@ -459,10 +459,24 @@ def test_the_terminal_ends_in_the_verdict(tmp_path, capsys):
     hook.run(0, 0, tiny_pipeline().unet)
     hook.run(10, 1, tiny_pipeline().unet, final=True)
     print(hook.table())
-    verdict, kept = capsys.readouterr().out.strip().splitlines()[-2:]
-    assert verdict.startswith("Not recovered. 0 of 6 images of the composed prompt")
+    *verdict, kept = capsys.readouterr().out.strip().splitlines()[-4:]
+    assert verdict[0].startswith("Not recovered. 0 of 6 images of the composed prompt")
+    assert verdict[1].startswith("Try another base: a true copy of the whole picture of t0 scores ")
+    assert verdict[2] == "Try a phrase for each thing: 'a red cat' names things of 2 targets."
     assert kept.startswith("Kept: 0 % changed on unrelated prompts")
-    assert verdict == evidence.verdict_sentence(Record.load(tmp_path / "validation.json"))
+    assert "\n".join(verdict) == evidence.verdict_sentence(Record.load(tmp_path / "validation.json"))
+
+
+def test_every_image_of_the_last_measurement_is_kept(tmp_path):
+    hook = make_hook(tmp_path, threshold=0.5)
+    for step in (0, 10):
+        hook.run(step, step / 10, tiny_pipeline().unet)
+        stored = Record.load(tmp_path / "validation.json").history
+        last = [target.pictures for target in stored[-1].raw.targets.values()]
+        wanted = [f"samples/step-{step:06d}-raw/{name}+{i}.png" for name in ("t0", "t1") for i in range(3)]
+        assert sum(last, []) == wanted
+        assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.glob("samples/step-*/*+*.png")) == wanted
+    assert [target.pictures for target in stored[0].raw.targets.values()] == [None, None]
 
 
 def test_the_best_picture_is_a_recovered_one_where_there_is_one(tmp_path):

@@ -83,6 +83,108 @@ def test_report_is_one_file_with_every_part(run):
     assert all('alt="' in image for image in re.findall(r"<img[^>]*>", text))
 
 
+def test_every_image_of_the_last_measurement_stands_beside_its_target(run):
+    record = Record.load(run / "validation.json")
+    shown = sections.sheets(RecordedRun(run), record, "raw")
+    assert [sheet.name for sheet in shown] == [target.target_id for target in record.targets]
+    for j, (sheet, target) in enumerate(zip(shown, record.targets, strict=True)):
+        scores = record.history[-1].raw.targets[target.target_id]
+        assert [shot.caption for shot in sheet.target] == ["target", target.phrases[0], target.phrases[2]]
+        assert [shot.caption for shot in sheet.images] == [f"{sim:.2f}" for sim in sorted(scores.sims, reverse=True)]
+        assert sum(shot.hit for shot in sheet.images) == round(scores.rate * 6), j
+        assert sorted(shot.alt for shot in sheet.images) == [f"image {i} of {target.target_id}" for i in range(1, 7)]
+    text = run_report.render(run)
+    assert text.count('<details class="zoom') == 3 * 9 and all(shot.src in text for s in shown for shot in s.images)
+
+
+def with_history(run: Path, record: Record) -> RecordedRun:
+    """The run as if this had been measured."""
+    recorded = RecordedRun(run)
+    recorded.history = record.history
+    return recorded
+
+
+def test_an_image_names_the_elements_that_it_lacks(run):
+    record = Record.load(run / "validation.json")
+    scores = record.history[-1].raw.targets["a sandy beach"]
+    scores.elements[2].sims[1] = -0.25
+    scores.sims[1] = 2.0  # shown first
+    first, second, *_ = sections.sheets(with_history(run, record), record, "raw")[0].images
+    assert first.score == "not: on a sandy beach -0.25" and not first.hit
+    assert second.score == "" and second.hit
+
+
+def test_a_record_from_before_shows_the_best_and_the_median_image(run):
+    record = Record.load(run / "validation.json")
+    for scores in record.history[-1].raw.targets.values():
+        scores.pictures = None
+    (sheet, *_) = sections.sheets(with_history(run, record), record, "raw")
+    best, median = sheet.images
+    kept = record.history[-1].raw.targets["a sandy beach"]
+    assert (best.caption, median.caption) == (f"{kept.best.sim:.2f}", f"{kept.median.sim:.2f}") and best.hit
+
+
+def test_more_targets_than_a_page_opens_with_are_folded(run, monkeypatch):
+    monkeypatch.setattr(sections, "MOST_PAIRS", 2)
+    text = run_report.render(run)
+    assert "<summary>1 more targets</summary>" in text and text.count('<details class="zoom') == 3 * 9
+
+
+def test_each_element_has_its_curve(run):
+    """The mean hides the one that fails."""
+    record = Record.load(run / "validation.json")
+    for entry in record.history:
+        entry.raw.targets["a sandy beach"].elements[0].rate = 0.0
+    figures = {figure.title: figure for figure in sections.curves(with_history(run, record), record)}
+    rates = figures["Elements of a sandy beach"].table
+    assert rates.head == ["step", "a striped cat", "on a sandy beach"]  # no mask, no curve
+    assert [row[1] for row in rates.rows] == ["0.00"] * 6 and rates.rows[-1][2] == "1.00"
+    sims = figures["Similarity of the elements of a sandy beach"]
+    last = record.history[-1].raw.targets["a sandy beach"].elements[2]
+    assert sims.table.rows[-1][2] == pytest.approx(last.mean - record.element_threshold.of(0, 2))
+    assert ">threshold 0<" in sims.svg
+
+
+def test_an_audit_has_no_curves(run):
+    record = Record.load(run / "validation.json")
+    record.history[-1].label = "audited pipeline"
+    assert sections.curves(RecordedRun(run), record) == []
+
+
+def test_a_point_alone_lies_on_an_axis_from_nought():
+    svg = charts.line_chart([charts.Series("one", [400], [0.3])], "one point")
+    assert re.findall(r">([\d.]+)</text>", svg) == ["0", "0.1", "0.2", "0.3", "0", "100", "200", "300", "400"]
+    assert "nan" not in charts.line_chart([charts.Series("one", [0], [0.0])], "at the start")
+
+
+def test_thresholds_that_are_no_quantiles_have_no_line_of_them(run, tmp_path):
+    quantiles = run_report.render(run)
+    assert "false-positive rate asked" in quantiles and "Each kind of null keeps its own" in quantiles
+    folder = shutil.copytree(run, tmp_path / "failures")
+    stored = json.loads((folder / "validation.json").read_text())
+    for name in ("threshold", "element_threshold"):
+        for key in ("low", "high", "false_positive_rate", "confidence", "held_out"):
+            stored[name].pop(key, None)
+    (folder / "validation.json").write_text(json.dumps(stored))
+    page = run_report.render(folder)
+    for words in ("unbounded", "false-positive rate", "Each kind of null keeps its own"):
+        assert words not in page
+    assert f"({stored['threshold']['n']} pictures that are no recovery)" in page
+
+
+def test_no_state_of_a_verdict_is_good_or_bad_news(run, tmp_path):
+    style = (Path(run_report.__file__).parent / "templates/style.css").read_text()
+    assert not re.findall(r"--good|--bad|--doubt", style)
+    assert set(re.findall(r"\.verdict[^{]*\{[^}]*border[^}]*var\(--(\w+)\)", style)) <= {"soft", "dot", "card"}
+    folder = shutil.copytree(run, tmp_path / "in part")
+    stored = json.loads((folder / "validation.json").read_text())
+    said = {"state": "in part", "parts": [f"'a cat' came back in 8 of 8 images; {HOSTILE} in none"], "to_try": ["x"]}
+    (folder / "validation.json").write_text(json.dumps(stored | {"verdict": stored["verdict"] | said}))
+    page = rendered(folder)
+    assert '<div class="verdict in-part">' in page and ".verdict.in-part{" in page
+    assert "<b>In part:</b> &#39;a cat&#39; came back" in page and "Try x." in page
+
+
 def test_the_pictures_of_unrelated_prompts_stand_below_the_bases(run):
     """Large enough to see, on a phone too: two columns of 136 pixels and a gap fit into 390 less the margins."""
     text = run_report.render(run)
@@ -191,8 +293,13 @@ def test_a_placebo_run_is_taken_off_a_finished_one(run, slow, tmp_path, capsys):
     record, other = (Record.load(folder / "validation.json") for folder in (finished, placebo))
     rates = [[t.rate for t in r.history[-1].raw.targets.values()] for r in (record, other)]
     assert record.placebo.difference == pytest.approx(np.mean(rates[0]) - np.mean(rates[1])) and rates[0] != rates[1]
-    verdict, kept = capsys.readouterr().out.splitlines()[-2:]
+    verdict, *advice, kept = capsys.readouterr().out.splitlines()[-5:]
     assert "Training on placebo data" in verdict and kept.startswith("Kept: ")
+    assert [line.split(":")[0] for line in advice] == [
+        "Try more steps",
+        "Try another base",
+        "Try a phrase for each thing",
+    ]
     first, usual = (sections.tiles(RecordedRun(each), "raw")[0] for each in (finished, run))
     assert first.name.startswith("headline") and first.interval == record.placebo.interval
     assert first.value == record.placebo.difference and not usual.name.startswith("headline")
@@ -608,7 +715,7 @@ BROWSER = next(
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("size", ["1280,2400", pytest.param("390,2400", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("size", ["1280,2400", "390,2400"])
 def test_report_renders_in_a_browser_without_console_errors(run, tmp_path, size):
     run_report.write(run)
     shot = tmp_path / "shot.png"
@@ -647,7 +754,7 @@ PROBE = r"""<script>
 const of = e => (e.closest("section, .part") || document).querySelector("h2, h1").textContent;
 const seen = e => e.getClientRects().length > 0;
 const note = seen(document.querySelector(".paper"));
-const all = [...document.querySelectorAll("details")];
+const all = [...document.querySelectorAll("details:not(.zoom)")];  // a picture is seen large or small
 all.forEach((e, i) => { e.open = i === 0 || !note; });  // on a screen any part may be open
 const wider = e => e.scrollWidth > e.clientWidth + 1;
 const wide = [...document.querySelectorAll(".scroll, .strip, main, body")]
@@ -657,7 +764,7 @@ const boxed = e => e.closest(".scroll, pre, svg");
 const cut = [...document.querySelectorAll("main *")]
   .filter(e => !boxed(e.parentElement) && e.getBoundingClientRect().right > edge).map(e => e.className || e.tagName);
 all.forEach((e, i) => { e.open = i === 0; });
-const folded = [...document.querySelectorAll("details")].map(e => [e.open, seen(e.querySelector("summary"))]);
+const folded = all.map(e => [e.open, seen(e.querySelector("summary"))]);
 const parts = colour => colour.match(/[\d.]+/g).map(Number);
 const light = colour => parts(colour).slice(0, 3).map(c => c / 255)
   .map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
@@ -684,12 +791,12 @@ document.body.appendChild(pre);
 </script></body>"""
 
 
-def probed(page: str, tmp_path: Path, media: str, width: int) -> dict:
+def probed(page: str, tmp_path: Path, media: str, width: int, probe: str = PROBE) -> dict:
     """What a browser makes of the page where the rules of this medium hold, in so many pixels."""
     for old, new in (
         (r'<meta http-equiv="Content-Security-Policy"[^>]*>', f"<style>html{{width:{width}px}}</style>"),
         (re.escape(f"@media {media}{{"), "@media all{"),
-        ("</body>", PROBE),
+        ("</body>", probe),
     ):
         page, count = re.subn(old, lambda _, new=new: new, page)
         assert count == 1, old
@@ -720,6 +827,41 @@ def test_nothing_is_cut_on_a_screen(media, width, run, tmp_path):
     assert layout["cut"] == [] and not layout["note"]
     opening = {"Range", "Pictures", "Controls", "demo"}
     assert layout["wide"] == [] if width == 1280 else not opening & set(layout["wide"])
+
+
+CLICKS = r"""<script>
+const sheet = document.querySelector(".zoom").parentElement;
+const zooms = [...sheet.querySelectorAll(".zoom")];
+const box = e => {
+  const b = e.querySelector("img").getBoundingClientRect();
+  return [b.left, b.top, b.width, b.height];
+};
+const small = zooms.map(box);
+[zooms[0], zooms.at(-1)].forEach(e => e.querySelector("summary").click());  // the target, and an image
+const large = [zooms[0], zooms.at(-1)].map(box);
+[zooms[0], zooms.at(-1)].forEach(e => e.querySelector("summary").click());
+const pre = document.createElement("pre");
+pre.id = "found";
+pre.textContent = JSON.stringify({small, large, again: zooms.map(box), loaded: zooms.every(
+  e => e.querySelector("img").naturalWidth > 0)});
+document.body.appendChild(pre);
+</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_picture_is_large_on_a_click_beside_the_target(width, run, tmp_path):
+    media = "(max-width:560px)" if width == 390 else "(prefers-color-scheme:dark)"
+    seen = probed(run_report.render(run), tmp_path, media, width, CLICKS)
+    assert len(seen["small"]) == 3 + 6 and seen["loaded"]  # the target, two elements with a mask, six images
+    assert all(100 <= w <= 130 and w == h for _, _, w, h in seen["small"]) and seen["again"] == seen["small"]
+    (left, top, *sizes), (other_left, other_top, *other_sizes) = seen["large"]
+    assert sizes == other_sizes and min(sizes) >= (500 if width == 1280 else 300)
+    if width == 1280:
+        assert top == other_top and other_left > left + sizes[0]  # side by side
+    else:
+        assert left == other_left and other_top > top + sizes[1]  # below each other
+    assert all(x + w <= width for x, _, w, _ in (*seen["small"], *seen["large"]))
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")

@@ -1,0 +1,100 @@
+"""What to try next with a target that is not recovered, by what was measured: one line each, and
+only where it applies."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from silentbad.data.phrases import shared_phrases
+from silentbad.data.picture_parts import as_read
+from silentbad.measure.by_part import Part, missing_of
+from silentbad.measure.intervals import bootstrap_interval
+from silentbad.measure.record import Record
+
+RISE = 0.02  # of a mean similarity, the least that is said
+LATE = 0.75  # of the run, from which it must have risen
+
+# {target's place: its parts}, of the targets that are not recovered
+Parts = Mapping[int, Sequence[Part]]
+
+
+def to_try(record: Record, parts: Parts) -> list[str]:
+    """What to try, each with its reason."""
+    missing = {j: missing_of(of_target) for j, of_target in parts.items()}
+    lines = (
+        _more_steps(record, missing),
+        _more_room(record, parts),
+        _own_phrases(record, missing),
+    )
+    return [line for line in lines if line]
+
+
+def _more_steps(record: Record, missing: Parts) -> str:
+    """Where the similarity of a part that is missing still rises at the end of a training."""
+    last = record.history[-1]
+    before = [entry for entry in record.history if 0 < entry.step <= LATE * last.step]
+    if last.label or not before:  # an audit, or too short a curve
+        return ""
+    kind = "raw" if last.raw is not None else "ema"
+    earlier = before[-1].scores(kind)
+    if earlier is None:
+        return ""
+    rising: list[tuple[float, str]] = []
+    for j, of_target in missing.items():
+        name = record.targets[j].target_id
+        if name not in earlier.targets:
+            continue
+        scores = earlier.targets[name]
+        sims_before = {"": scores.sims} | {
+            phrase: element.sims
+            for phrase, element in zip(record.targets[j].phrases, scores.elements, strict=False)
+        }
+        for part in of_target:
+            pairs = [*zip(sims_before.get(part.phrase) or (), part.sims, strict=False)]
+            if not pairs:
+                continue
+            then, now = (float(np.mean(side)) for side in zip(*pairs, strict=True))
+            low, _ = bootstrap_interval([b - a for a, b in pairs])
+            if now - then >= RISE and low > 0:
+                means = f"{then:.2f} at step {before[-1].step}, {now:.2f} at step {last.step}"
+                rising.append((now - then, f"{_named(record, j, part)} ({means})"))
+    if not rising:
+        return ""
+    _, steepest = max(rising)
+    return f"more steps: the similarity of {steepest} still rises{_and_more(len(rising))}"
+
+
+def _more_room(record: Record, parts: Parts) -> str:
+    """Where a failure scores about as high as a copy."""
+    blind = [(j, part) for j, of_target in parts.items() for part in of_target if part.blind]
+    if not blind:
+        return ""
+    j, part = blind[0]
+    assert part.told is not None, "a part is blind by its range"
+    wanted = "a larger element, or another base" if part.phrase else "another base"
+    copy = f"a true copy of {_named(record, j, part)} scores {part.told.ceiling:.2f}"
+    failure = "" if part.told.floor is None else f", a failure {part.told.floor:.2f}"
+    return f"{wanted}: {copy}{failure}{_and_more(len(blind))}"
+
+
+def _own_phrases(record: Record, missing: Parts) -> str:
+    """Where a phrase of a missing element names things in several targets."""
+    phrases = {part.phrase for of_target in missing.values() for part in of_target}
+    shared = shared_phrases({t.target_id: map(as_read, t.phrases) for t in record.targets})
+    users = {phrase: len(shared.get(as_read(phrase), ())) for phrase in sorted(phrases)}
+    lost = [phrase for phrase, count in users.items() if count]
+    if not lost:
+        return ""
+    phrase = max(lost, key=users.__getitem__)
+    things = f"{phrase!r} names things of {users[phrase]} targets"
+    return f"a phrase for each thing: {things}{_and_more(len(lost))}"
+
+
+def _named(record: Record, target: int, part: Part) -> str:
+    """A part, with the name of its target where there are several."""
+    of_target = f" of {record.targets[target].target_id}" if len(record.targets) > 1 else ""
+    return f"{part.name}{of_target}"
+
+
+def _and_more(count: int) -> str:
+    return f"; {count - 1} more likewise" if count > 1 else ""
