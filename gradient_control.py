@@ -3,7 +3,7 @@
 No rule by layer was faster than uniform rates: Adam and Muon have already made the updates of all
 layers alike. To act on layers, train some of them: `--train_layers up*`.
 
-    control = Controller(unet, GradientControlConfig(name="prior+gsnr"))
+    control = Controller(unet, GradientControlConfig(name="experiments/gsnr.py:gsnr"))
     optimizer = torch.optim.AdamW(control.param_groups(weight_decay=1e-2), lr=1e-5)
     control.attach(optimizer)
     loss.backward(); control.before_step(step)     # then clip, then:
@@ -11,9 +11,8 @@ layers alike. To act on layers, train some of them: `--train_layers up*`.
 
 Under Adam the scale of a gradient cancels (1412.6980), so a multiplier acts on the learning rate.
 A rule is one function of `GroupStats`: `--gradient_control.name mine.py:my_rule` takes one from any
-file, an entry in `SCALE_RULES` keeps it here, and the contract test picks it up either way. Within
-a group, `shrink` acts on each weight: the optimizer is then
-`silentbad.control.shrinkage.ShrunkAdamW`.
+file, as those in experiments/; an entry in `SCALE_RULES` keeps it here. Within a group, `shrink`
+acts on each weight: the optimizer is then `silentbad.control.shrinkage.ShrunkAdamW`.
 
 Symbols: G groups; n (G,) parameters of a group; g_t gradient; m_t its EMA, m̂ bias-corrected; S =
 <g_t, m̂_(t-1)>; E = ||g_t||^2 on the coordinates of S; Q = ||g_t||^2 on all; r = S+ / (E - S+) the
@@ -21,14 +20,15 @@ signal-to-noise ratio; x (G,) raw multipliers of a rule; a (G,) the multipliers 
 """
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from silentbad.control.between import SourceWeights
+from silentbad.control.between_layers import LayerSourceWeights
+from silentbad.control.hypergradient import Transfer, hypergradient
 from silentbad.control.multipliers import Multipliers
 from silentbad.control.original import adjust_gradient_scale
 from silentbad.control.rates import LearningRates, check_optimizer, scale_gradients
@@ -38,15 +38,12 @@ from silentbad.control.statistics import GroupStats, RecentMean, Sample, Statist
 from silentbad.device import scalars
 from silentbad.errors import UserError, first_line
 from silentbad.loop.hooks import Hook, Hooks
-from silentbad.model.groups import OTHER, Groups, group_parameters, prior_table, warn_of_idle_rows
+from silentbad.model.groups import OTHER, Groups, group_parameters
 from silentbad.settings import user_code
 from silentbad.settings.check import check_part
 from silentbad.settings.control import GradientControlConfig, RuleTable, check_control, rules_of
-from silentbad.settings.registries import LazyRegistry
+from silentbad.settings.registries import Parts
 from silentbad.settings.types import Weight
-
-if TYPE_CHECKING:
-    from silentbad.experiments.layer_rules import Transfer
 
 __all__ = [
     "SCALE_RULES",
@@ -65,7 +62,7 @@ __all__ = [
 
 # ---------------------------------------------------------------- rules
 # A rule maps GroupStats to raw multipliers (G,), any positive scale. Non-finite entries count as
-# neutral. An entry "module:function" is an experiment, imported when it is chosen.
+# neutral.
 
 
 def uniform(stats: GroupStats) -> Tensor:
@@ -82,27 +79,24 @@ def mean_abs(stats: GroupStats) -> Tensor:
 def placebo(
     stats: GroupStats,
     *,
-    of: str = "prior+gsnr",
+    of: str,
     weights: dict[str, Weight] | None = None,
     options: dict[str, Any] | None = None,
 ) -> Tensor:
     """The multipliers of the rule `of`, shuffled over the groups by the run's seed: a control."""
-    own_rules = {name: rule_named(name) for name in of.split("+") if user_code.is_place(name)}
-    rules = rules_of(of, options or {}, weights or {}, SCALE_RULES | own_rules)
+    rules = rules_of(of, options or {}, weights or {}, SCALE_RULES)
     return combine(stats, rules).exp()[stats.shuffled()]
 
 
-SCALE_RULES = LazyRegistry(
+SCALE_RULES = Parts(
     {
         "uniform": uniform,
         "mean_abs": mean_abs,
         "placebo": placebo,
-        "gsnr": "silentbad.experiments.layer_rules:gsnr",
-        "prior": "silentbad.experiments.layer_rules:prior",
-        "inverse_rms": "silentbad.experiments.layer_rules:inverse_rms",
-        "auto_rgn": "silentbad.experiments.layer_rules:auto_rgn",
-        "hypergradient": "silentbad.experiments.layer_rules:hypergradient",
-    }
+        "hypergradient": hypergradient,
+    },
+    key="gradient_control.name",
+    takes="stats",
 )
 
 
@@ -113,18 +107,15 @@ def one_factor(own: GroupStats, element: GroupStats) -> Tensor:
     return torch.ones_like(own.n)
 
 
-def other_places(own: GroupStats, element: GroupStats, *, of: str = "contrast") -> Tensor:
+def other_places(own: GroupStats, element: GroupStats, *, of: str) -> Tensor:
     """The factors of the rule `of`, shuffled over the groups by the run's seed: a control."""
     return SOURCE_RULES[of](own, element)[own.shuffled()]
 
 
-SOURCE_RULES = LazyRegistry(
-    {
-        "uniform": one_factor,
-        "placebo": other_places,
-        "contrast": "silentbad.experiments.layer_rules:contrast",
-        "equalise": "silentbad.experiments.layer_rules:equalise",
-    }
+SOURCE_RULES = Parts(
+    {"uniform": one_factor, "placebo": other_places},
+    key="gradient_control.between.name",
+    takes="own element",
 )
 
 
@@ -135,20 +126,7 @@ def plain_sum(gram: Tensor) -> Tensor:
     return torch.ones_like(gram[0])
 
 
-TRANSFORMS = LazyRegistry(
-    {
-        "none": plain_sum,
-        "remove_conflict": "silentbad.experiments.transforms:remove_conflict",
-    }
-)
-
-
-def rule_named(name: str) -> Callable[..., Tensor]:
-    """The rule of SCALE_RULES, or of a file of your own (PATH.py:NAME)."""
-    rule: Callable[..., Tensor] = (
-        user_code.get(name) if user_code.is_place(name) else SCALE_RULES[name]
-    )
-    return rule
+TRANSFORMS = Parts({"none": plain_sum}, key="gradient_control.transform", takes="gram")
 
 
 # ---------------------------------------------------------------- combining and projecting
@@ -157,7 +135,7 @@ def combine(stats: GroupStats, rules: RuleTable) -> Tensor:
     size = stats.constant(name != OTHER for name in stats.names) * stats.n
     logs = []
     for name, (weight, options) in rules.items():
-        raw = rule_named(name)(stats, **options)
+        raw = SCALE_RULES[name](stats, **options)
         logs.append(weight * centred(raw.log(), size))
     return torch.stack(logs).sum(0)
 
@@ -168,40 +146,25 @@ REHEARSAL = "rehearsal"  # the source whose gradients feed the hypergradient
 
 def check_config(config: GradientControlConfig) -> RuleTable:
     """Rules of the config, or a UserError naming the key; loads no weights."""
-    own_rules = {place: load_rule(place) for place in config.own_rules}
-    rules = check_control(config, SCALE_RULES | own_rules, SOURCE_RULES, TRANSFORMS)
-    for place, (_, options) in rules.items():
-        if place in own_rules:
-            try_rule(place, options)
+    for place in config.own_rules:
+        SCALE_RULES.load(place)
+    for place in config.own_source_rules:
+        SOURCE_RULES.load(place)
+    if user_code.is_place(config.transform):
+        TRANSFORMS.load(config.transform)
+    rules = check_control(config, SCALE_RULES, SOURCE_RULES, TRANSFORMS)
+    try_own_rules(rules)
     check_part(gradient_control=config)
-    if "prior" in rules:
-        prior_table(**rules["prior"][1])
     return rules
 
 
-def load_rule(place: str) -> Callable[..., Tensor]:
-    """A rule of a file of your own, PATH.py:NAME. Raises UserError where it does not take
-    `GroupStats` alone."""
-    key = "gradient_control.name"
-    rule: Callable[..., Tensor] = user_code.load(key, place)
-    if not callable(rule):
-        raise UserError(f"{key}: {place} is no function")
-    parameters = inspect.signature(rule).parameters.values()
-    if [p.kind for p in parameters if p.kind is not p.KEYWORD_ONLY] != [
-        inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]:
-        raise UserError(
-            f"{key}: {place} takes {inspect.signature(rule)}; a rule takes stats (a GroupStats) "
-            "alone, and after a * its options"
-        )
-    return rule
+NAMES = ("down0.ff", "mid.xattn.k", "up1.norm")  # of groups that own rules are tried on
 
 
-def try_rule(place: str, options: dict[str, Any]) -> None:
-    """Refuse a rule of your own that fails on statistics of three groups, or does not return three
-    numbers."""
-    ones = torch.ones(3, dtype=torch.float64)
-    names = ("down0.ff", "mid.xattn.k", "up1.norm")
+def try_own_rules(rules: RuleTable, names: tuple[str, ...] = NAMES, sdxl: bool = False) -> None:
+    """Refuse a rule of your own that fails on statistics of some groups, or does not return a
+    number for each."""
+    ones = torch.ones(len(names), dtype=torch.float64)
     stats = GroupStats(
         names,
         n=100 * ones,
@@ -211,21 +174,23 @@ def try_rule(place: str, options: dict[str, Any]) -> None:
         L1=ones,
         theta=ones,
         transfer=0 * ones,
+        sdxl=sdxl,
     )
-    key = "gradient_control.name"
-    try:
-        raw = rule_named(place)(stats, **options)
-    except Exception as error:
-        raise UserError(
-            f"{key}: {place} fails ({type(error).__name__}: {first_line(error)})"
-        ) from None
-    if not isinstance(raw, Tensor) or raw.shape != ones.shape:
-        shape = (
-            f"a tensor of shape {tuple(raw.shape)}"
-            if isinstance(raw, Tensor)
-            else type(raw).__name__
-        )
-        raise UserError(f"{key}: {place} returns {shape} for 3 groups, not a tensor of shape (3,)")
+    for place in filter(user_code.is_place, rules):
+        _, options = rules[place]
+        key = f"gradient_control.name: {place}"
+        try:
+            raw = SCALE_RULES[place](stats, **options)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"{key} fails ({type(error).__name__}: {first_line(error)})") from None
+        if not isinstance(raw, Tensor) or raw.shape != ones.shape:
+            shape = type(raw).__name__
+            if isinstance(raw, Tensor):
+                shape = f"a tensor of shape {tuple(raw.shape)}"
+            right = f"not a tensor of shape ({len(names)},)"
+            raise UserError(f"{key} returns {shape} for {len(names)} groups, {right}")
 
 
 # ---------------------------------------------------------------- the hooks
@@ -302,10 +267,8 @@ class LayerRates(Hook):
         return Multipliers(len(self.groups), *limits, self.params[0].device)
 
     @functools.cached_property
-    def transfer(self) -> "Transfer":
+    def transfer(self) -> Transfer:
         """How well the updates served rehearsals, for the hypergradient."""
-        from silentbad.experiments.layer_rules import Transfer
-
         return Transfer(self.samples.sources, self.config.averaging)
 
     @torch.no_grad()
@@ -491,14 +454,10 @@ class Controller(Hooks):
         self._latest: dict[str, Tensor] = {}  # the meters that a checkpoint keeps
 
         sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
-        warn_of_idle_rows(
-            **self.rules.get("prior", (0.0, {}))[1], names=self.groups.names, sdxl=sdxl
-        )
+        try_own_rules(self.rules, tuple(self.groups.names), sdxl)
         samples = Samples(self.groups, config)
         self.source_weights = SourceWeights(config.between, self.groups)
         if config.between.layerwise:
-            from silentbad.experiments.between_layers import LayerSourceWeights
-
             rule = SOURCE_RULES[config.between.name]
             self.source_weights = LayerSourceWeights(
                 config.between, self.groups, rule, seed, sdxl, records

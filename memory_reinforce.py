@@ -22,18 +22,27 @@ from silentbad.data.elements import ORDERS, DataInfo, Epochs
 from silentbad.loop.hooks import Hook, MicroStep
 from silentbad.memory import masks, probes
 from silentbad.memory.auxiliary import Auxiliaries, ModelAccess, RunFacts, SelfDistillation, fixed
+from silentbad.memory.error_by_timestep import ErrorByTimestep
 from silentbad.memory.masks import REGION
 from silentbad.memory.rehearsal import REHEARSAL, Rehearsal, Rehearsed
 from silentbad.memory.samplers import weakest_first
 from silentbad.memory.timesteps import SEQUENCES, draw_timesteps, logit_normal, mixed, mode
-from silentbad.memory.weightings import in_prediction, mse
+from silentbad.memory.weightings import flow_sigma, in_prediction, mse
 from silentbad.model import diffusion
+from silentbad.settings import user_code
 from silentbad.settings.check import check_part
-from silentbad.settings.memory import MemoryConfig, Part, by_role, check_memory, policies
-from silentbad.settings.registries import LazyRegistry
+from silentbad.settings.memory import (
+    MemoryConfig,
+    Part,
+    by_role,
+    check_memory,
+    own_parts,
+    policies,
+)
+from silentbad.settings.registries import Parts
 from silentbad.settings.types import Decay, Positive, Unit
 
-# In the registries an entry "module:function" is an experiment, imported when it is chosen.
+# A registry of `Parts` takes PATH.py:NAME too, code of your own; experiments/ has some.
 
 
 # ------------------------------------------------------------ samplers
@@ -47,12 +56,10 @@ def uniform(rho: np.ndarray, records: np.ndarray, epoch: int) -> np.ndarray:
     return records / records.sum()
 
 
-SAMPLERS = LazyRegistry(
-    {
-        "uniform": uniform,
-        "weakest_first": weakest_first,
-        "leitner": "silentbad.experiments.leitner:leitner",
-    }
+SAMPLERS = Parts(
+    {"uniform": uniform, "weakest_first": weakest_first},
+    key="memory.sampler.name",
+    takes="rho records epoch",
 )
 
 
@@ -89,15 +96,15 @@ def snr_mixture(
     return mixed(middle * -np.diff(cdf) + high * tail / tail.sum(), 1 - middle - high)
 
 
-TIMESTEPS = LazyRegistry(
+TIMESTEPS = Parts(
     {
         "uniform": uniform_t,
         "logit_normal": logit_normal,
         "mode": mode,
         "snr_mixture": snr_mixture,
-        "curriculum": "silentbad.experiments.timestep_policies:curriculum",
-        "learning_progress": "silentbad.experiments.timestep_policies:learning_progress",
-    }
+    },
+    key="memory.timesteps.name",
+    takes="snr progress error",
 )
 
 
@@ -116,19 +123,20 @@ def min_snr(snr: torch.Tensor, prediction_type: str, *, gamma: Positive = 5.0) -
     return in_prediction(gamma / snr.clamp_min(gamma), snr, prediction_type)
 
 
-LOSSES = LazyRegistry(
-    {
-        "none": no_weight,
-        "min_snr": min_snr,
-        "soft_min_snr": "silentbad.experiments.losses:soft_min_snr",
-        "debiased": "silentbad.experiments.losses:debiased",
-        "p2": "silentbad.experiments.losses:p2",
-        "sigma_sqrt": "silentbad.experiments.losses:sigma_sqrt",
-        "cosmap": "silentbad.experiments.losses:cosmap",
-        "x0": "silentbad.experiments.losses:x0",
-    }
+def x0(snr: torch.Tensor, prediction_type: str, *, cap: Positive = 10.0) -> torch.Tensor:
+    """1/SNR on epsilon: the error of x0, as diffusers' script of Stable Diffusion 3 takes it; at
+    most cap^2 there, and exact in a flow, where it is sigma^2."""
+    if prediction_type == "flow":
+        return flow_sigma(snr).square()
+    return in_prediction(1 / snr.clamp_min(cap**-2), snr, prediction_type)
+
+
+LOSSES = Parts(
+    {"none": no_weight, "min_snr": min_snr, "x0": x0},
+    key="memory.loss.name",
+    takes="snr prediction_type",
 )
-ERRORS = LazyRegistry({"mse": mse, "huber": "silentbad.experiments.losses:huber"})
+ERRORS = Parts({"mse": mse}, key="memory.loss.error", takes="pred target delta")
 
 
 # ------------------------------------------------------------ the shell
@@ -136,24 +144,22 @@ ERRORS = LazyRegistry({"mse": mse, "huber": "silentbad.experiments.losses:huber"
 # parts of auxiliary losses are in `silentbad.memory.auxiliary`.
 
 
+def no_part(unet: torch.nn.Module, facts: RunFacts) -> None:
+    """No such loss."""
+
+
 AUXILIARY = {
-    "attention_binding": LazyRegistry(
-        {"mass": "silentbad.experiments.auxiliaries:AttentionBinding"}
+    "attention_binding": Parts(
+        {"none": no_part}, key="memory.attention_binding.name", takes="unet facts"
     ),
-    "distillation": LazyRegistry({"and": "silentbad.experiments.auxiliaries:AndDistillation"}),
-    "retention": LazyRegistry(
-        {
-            "self_distillation": SelfDistillation,
-            "l2_sp": "silentbad.experiments.auxiliaries:L2SP",
-        }
+    "distillation": Parts({"none": no_part}, key="memory.distillation.name", takes="unet facts"),
+    "retention": Parts(
+        {"none": no_part, "self_distillation": SelfDistillation},
+        key="memory.retention.name",
+        takes="unet facts",
     ),
 }
-LOSS_BALANCE = LazyRegistry(
-    {
-        "fixed": fixed,
-        "gradient_norm": "silentbad.experiments.auxiliaries:gradient_norm",
-    }
-)
+LOSS_BALANCE = Parts({"fixed": fixed}, key="memory.loss_balance.name", takes="loss extra layer")
 
 
 REGISTRIES: dict[str, Mapping[str, Callable[..., Any]]] = {
@@ -162,7 +168,7 @@ REGISTRIES: dict[str, Mapping[str, Callable[..., Any]]] = {
     "loss": LOSSES,
     "region": REGION,
     "rehearsal": REHEARSAL,
-    **{slot: LazyRegistry({"none": no_weight}) | names for slot, names in AUXILIARY.items()},
+    **AUXILIARY,
     "loss_balance": LOSS_BALANCE,
 }
 
@@ -170,6 +176,9 @@ REGISTRIES: dict[str, Mapping[str, Callable[..., Any]]] = {
 def check(config: MemoryConfig) -> None:
     """Refuse what cannot run, before any weights load."""
     named = {"loss.error": ERRORS, "sampler.order": ORDERS, "timesteps.sequence": SEQUENCES}
+    for slot, place in own_parts(config).items():
+        registry: Any = {**REGISTRIES, **named}.get(slot, TIMESTEPS)  # a role has timesteps
+        registry.load(place)
     check_memory(config, {**REGISTRIES, **named})
     check_part(memory=config)
     # The functions judge their own values, such as how two options add up.
@@ -251,9 +260,7 @@ class Memory(Hook):
         self.policies = policies(config)
         policy_names = {config.timesteps.name, *(policy.name for policy in self.policies.values())}
         self.errors = None
-        if "learning_progress" in policy_names:
-            from silentbad.experiments.timestep_policies import ErrorByTimestep
-
+        if any(map(user_code.is_place, policy_names)):  # they may read it
             self.errors = ErrorByTimestep(len(self.snr), reduce)
         self.role_weights = {
             role: settings.loss_weight for role, settings in by_role(config).items()

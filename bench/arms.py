@@ -25,6 +25,11 @@ def between(name: str, **options: Any) -> Flags:
     return flags | ({"gradient_control.between.options": json.dumps(options)} if options else {})
 
 
+def experiment(name: str, part: str = "") -> str:
+    """The place of what stands in experiments/."""
+    return f"experiments/{name}.py:{part or name}"
+
+
 def layers(*patterns: str) -> Flags:
     """Only these layers train."""
     return {"train_layers": json.dumps(patterns)}
@@ -77,7 +82,12 @@ RECOMMENDED = {**PAIRWISE, **RECOMMENDED_LEAK_FREE}
 
 AT_ONCE = {"warmup": "0", "refresh": "1", "max_log_step": "10"}  # for rules that need no measurement
 SOON = {"warmup": "5", "refresh": "2", "averaging": "0.9", "max_log_step": "1"}  # for a budget of 300 steps
-KV = {"table": "configs/prior-kv.yaml"}
+KV = {"table": "experiments/prior-kv.yaml"}
+GSNR = experiment("gsnr")
+PRIOR = experiment("prior")
+CONTRAST = experiment("contrast")
+OF_GSNR = json.dumps({"of": GSNR})
+AND = experiment("and_distillation", "AndDistillation")
 OPEN = {"after": -100, "every": 1, "refresh": 10}  # the gate open from the first step
 
 
@@ -95,19 +105,19 @@ ARMS: dict[str, Flags] = {
     "recommended_estimated": {**RECOMMENDED, **part("region", "estimated")},  # on data without masks
     "recommended+shrink": {**RECOMMENDED, **SHRINK},
     "recommended_leak_free+shrink": {**RECOMMENDED_LEAK_FREE, **SHRINK},
-    "recommended+gsnr": {**RECOMMENDED, **rule("gsnr", **SOON)},
-    "recommended+placebo": {**RECOMMENDED, **rule("placebo", options='{"of": "gsnr"}', **SOON)},
+    "recommended+gsnr": {**RECOMMENDED, **rule(GSNR, **SOON)},
+    "recommended+placebo": {**RECOMMENDED, **rule("placebo", options=OF_GSNR, **SOON)},
     "shrink": SHRINK,
     "unconditional": UNCONDITIONAL,
-    "keys_values": kv("prior", KV),
-    "keys_values_placebo": kv("placebo", {"of": "prior", "options": KV}),
-    "prior": rule("prior", **AT_ONCE),
-    "prior_gsnr": rule("prior+gsnr", **SOON),
-    "placebo": rule("placebo", **SOON),
-    "gsnr": rule("gsnr", **SOON),
+    "keys_values": kv(PRIOR, KV),
+    "keys_values_placebo": kv("placebo", {"of": PRIOR, "options": KV}),
+    "prior": rule(PRIOR, **AT_ONCE),
+    "prior_gsnr": rule(f"{PRIOR}+{GSNR}", **SOON),
+    "placebo": rule("placebo", options=json.dumps({"of": f"{PRIOR}+{GSNR}"}), **SOON),
+    "gsnr": rule(GSNR, **SOON),
     "original_as_rate": rule("mean_abs", **SOON),
-    "auto_rgn": rule("auto_rgn", **SOON),
-    "inverse_rms": rule("inverse_rms", **SOON),
+    "auto_rgn": rule(experiment("auto_rgn"), **SOON),
+    "inverse_rms": rule(experiment("inverse_rms"), **SOON),
     "hypergradient": {**LEAK_FREE, **rule("hypergradient", **SOON)},
     "pairwise": {**PAIRWISE, **REGION},
     "leak_free": LEAK_FREE,
@@ -116,13 +126,13 @@ ARMS: dict[str, Flags] = {
     "region": REGION,
     "region_estimated": part("region", "estimated"),  # on data without masks
     "snr_mixture": HIGH_NOISE,
-    "curriculum": {**part("timesteps", "curriculum"), "memory.timesteps.importance": "false"},
-    "learning_progress": part("timesteps", "learning_progress"),
+    "curriculum": {**part("timesteps", experiment("curriculum")), "memory.timesteps.importance": "false"},
+    "learning_progress": part("timesteps", experiment("learning_progress")),
     "weakest_first": {**part("sampler", "weakest_first"), **PHRASES},
-    "attention_binding": part("attention_binding", "mass"),
-    "and_distillation": {**part("distillation", "and", **OPEN), **PHRASES},
-    "and_distillation_gated": {**part("distillation", "and"), **PHRASES},  # at its defaults, once all elements are held
-    "retention": part("retention", "l2_sp"),
+    "attention_binding": part("attention_binding", experiment("attention_binding", "AttentionBinding")),
+    "and_distillation": {**part("distillation", AND, **OPEN), **PHRASES},
+    "and_distillation_gated": {**part("distillation", AND), **PHRASES},  # at its defaults, once all elements are held
+    "retention": part("retention", experiment("l2_sp", "L2SP")),
     "recommended-unconditional": {**PAIRWISE, **REGION, **HIGH_NOISE},
     "recommended-snr_mixture": {**PAIRWISE, **REGION, **UNCONDITIONAL},
     "recommended_leak_free-region": {**HIGH_NOISE, **UNCONDITIONAL},
@@ -158,20 +168,20 @@ PUBLISHED: dict[str, Flags] = {
     "plain_warm": WARM,
     "clean_weight": {"memory.roles.clean.loss_weight": "0.1"},  # the layer-uniform factor between the sources
     "clean_weight_warm": {**WARM, "memory.roles.clean.loss_weight": "0.1"},  # gradient control alone
-    "contrast": between("contrast"),
-    "contrast_warm": {**WARM, **between("contrast")},
-    "contrast_placebo": between("placebo"),
-    "contrast_placebo_warm": {**WARM, **between("placebo")},
-    "contrast_inverse": between("contrast", power=-0.5),
-    "equalise": between("equalise"),
+    "contrast": between(CONTRAST),
+    "contrast_warm": {**WARM, **between(CONTRAST)},
+    "contrast_placebo": between("placebo", of=CONTRAST),
+    "contrast_placebo_warm": {**WARM, **between("placebo", of=CONTRAST)},
+    "contrast_inverse": between(CONTRAST, power=-0.5),
+    "equalise": between(experiment("equalise")),
     "replay": REPLAY,
     "recommended": {**STRONG, **SPECTRAL},
     "recommended_long": {**STRONG, **SPECTRAL, **LONGER},
     "recommended_leak_free": {**WARM, **LEAK_FREE_STRONG, **SPECTRAL},  # no picture of two elements
     "recommended_adamw": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},  # those of targets 2000-2011
     "recommended_leak_free_adamw": {**WARM, **LEAK_FREE_STRONG},
-    "recommended_gsnr": {**STRONG, **SPECTRAL, **rule("gsnr", **SOON)},
-    "recommended_gsnr_placebo": {**STRONG, **SPECTRAL, **rule("placebo", options='{"of": "gsnr"}', **SOON)},
+    "recommended_gsnr": {**STRONG, **SPECTRAL, **rule(GSNR, **SOON)},
+    "recommended_gsnr_placebo": {**STRONG, **SPECTRAL, **rule("placebo", options=OF_GSNR, **SOON)},
     "spectral": SPECTRAL,
     "recommended_cheaper": {**STRONG, **SPECTRAL, **CHEAPER},  # bench/spectral.py
     # `recommended` where some of the layers train (bench/layers.py)

@@ -45,6 +45,7 @@ from tests.mistakes import (
 from tests.mistakes import good as good  # a fixture
 from tests.recoveries import make_hook, some_targets
 from tests.tiny import tiny_pipeline, tiny_sd3_pipeline
+from tests.toy import PRIOR
 from worlds.microworld import make
 
 
@@ -171,7 +172,7 @@ CASES = {
     "config: no such file": case("b.yaml", "No such file", config="b.yaml"),
     "config: null where a number belongs": case("seed (a.yaml:1)", config="a.yaml", touch=write("a.yaml", "seed: null")),
     **{
-        f"config: a prior table of {what}": case("'table'", said, gradient_control__name="prior", gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", text))
+        f"config: a prior table of {what}": case("'table'", said, gradient_control__name=PRIOR, gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", text))
         for what, text, said in (
             ("numbers", "[1, 2]", "a.yaml:1: a row has match"),
             ("pairs", "mid.*: 2", "no list of rows"),
@@ -180,7 +181,7 @@ CASES = {
             ("no pattern", "- {pi: 2}", "match must be str"),
         )
     },
-    "config: a prior table with a key twice": case("'match' (a.yaml): stands twice", gradient_control__name="prior", gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", '- {match: "*.ff", match: "a", pi: 2}\n')),
+    "config: a prior table with a key twice": case("'match' (a.yaml): stands twice", gradient_control__name=PRIOR, gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", '- {match: "*.ff", match: "a", pi: 2}\n')),
     "config: no name of a file": case("--config: is empty", more=("--config", "")),
     "config: a short flag after a file": case("configuration file -s", more=("--config", "good.yaml", "-s", "1"), touch=write("good.yaml", "seed: 0\n")),
     "config: a key like none": case("'zzz'", "--help lists all", zzz=1),

@@ -32,7 +32,14 @@ from tests import photographs, toy
 from tests.training import checked
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*documents.documents(), ROOT / "assets/micro-sd/README.md", ROOT / "worlds/README.md"])
+DOCUMENTS = sorted(
+    [
+        *documents.documents(),
+        ROOT / "assets/micro-sd/README.md",
+        ROOT / "worlds/README.md",
+        ROOT / "experiments/README.md",
+    ]
+)
 PAIRS = sorted(filter(documents.is_chinese, DOCUMENTS))
 USER_PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *ROOT.glob("docs/*.md"), *PAIRS])
 BLOCK = re.compile(
@@ -214,7 +221,7 @@ def test_named_tests_and_files_exist(path):
     for part in set(re.findall(r"-k (\w+)`", text)) - {"NAME"}:
         assert re.search(rf"def test_\w*{part}", TESTS), part
     for file in set(
-        re.findall(r"`((?:silentbad|worlds|configs|bench|docs|research|tests|assets)/[\w./-]*\.\w+)`", text)
+        re.findall(r"`((?:silentbad|worlds|experiments|configs|bench|docs|research|tests|assets)/[\w./-]*\.\w+)`", text)
     ):
         written = file.startswith("bench/results/")  # written by the benchmark
         assert written or (ROOT / file).exists(), file
@@ -227,13 +234,15 @@ def test_the_readme_is_read_in_two_minutes():
 
 def test_the_readme_maps_every_folder():
     folders = {path.parent for path in ROOT.glob("silentbad/*/*.py")} | {
-        ROOT / name for name in ("bench", "configs", "worlds")
+        ROOT / name for name in ("bench", "configs", "experiments", "worlds")
     }
     for file in ("README.md", "README.zh-CN.md"):
         text = (ROOT / file).read_text(encoding="utf-8")
         entries = re.findall(r"^- .+(?:\n  .+)*", text, re.M)
         mapped = {
-            folder for entry in entries for folder in re.findall(r"`(silentbad/\w+|bench|configs|worlds)`", entry)
+            folder
+            for entry in entries
+            for folder in re.findall(r"`(silentbad/\w+|bench|configs|experiments|worlds)`", entry)
         }
         assert mapped == {name(folder) for folder in folders}, file
 

@@ -132,12 +132,6 @@ def test_a_name_that_no_file_can_have_is_one_line(main, arguments, capsys):
     assert line.startswith("error: ") and "(command line): " in line and "names have at most 255 bytes" in line
 
 
-def test_a_prior_table_that_no_file_can_be_is_one_line(data):
-    table = ["--gradient_control.name", "prior", "--gradient_control.options.table", LONG]
-    with pytest.raises(UserError, match="prior: option 'table': no file nnn"):
-        checked(["--train_data_dir", str(data), *table])
-
-
 def test_the_default_base_is_found_from_any_folder(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = Path(checked(["--train_data_dir", str(data)]).pretrained_model_name_or_path)

@@ -1,11 +1,13 @@
 """Imports run one way: ground <- distributed, data <- model <- control, memory, measure <- report, guard, audit <- the
-root modules; `loop` and `saving` belong to train_silentbad.py alone, and no room imports scan, prepare or experiments.
-Nothing in them imports what stands beside them, worlds, bench and tests."""
+root modules; `loop` and `saving` belong to train_silentbad.py alone, and no room imports scan or prepare. Nothing in
+them imports what stands beside them, worlds, experiments, bench and tests."""
 
 import ast
 from collections import Counter
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 THREE = {"gradient_control", "memory_reinforce", "validation"}
@@ -14,11 +16,8 @@ HOOKS = {"silentbad.loop.hooks"}  # what a lever subclasses: it stands on nothin
 NAMES = ("errors", "progress", "rng", "settings", "owned", "device", "files", "hub")
 GROUND = HOOKS | {f"silentbad.{name}" for name in NAMES}
 GROUND |= {f"silentbad.settings.{path.stem}" for path in ROOT.glob("silentbad/settings/*.py")}
-BESIDE = {"worlds", "bench", "tests", "research"}  # of the repository, not of the product
-LAST = {"scan", "prepare", "experiments"}  # rooms that no other imports
-# These two import an experiment inside the function that uses it, where the settings choose one; at import time they do
-# not (tests/settings/test_light.py).
-CHOOSE = {"gradient_control", "memory_reinforce"}
+BESIDE = {"worlds", "experiments", "bench", "tests", "research"}  # of the repository, not of the product
+LAST = {"scan", "prepare"}  # rooms that no other imports
 # Room -> the rooms it may import beside the ground and itself.
 SHARED = {"distributed", "data", "model"}
 BELOW: dict[str, set[str]] = {
@@ -36,9 +35,8 @@ BELOW: dict[str, set[str]] = {
     "loop": SHARED | {"control", "memory", "measure", "report", "guard", "saving"},
     "scan": {"data", "report"},
     "prepare": SHARED | {"measure", "report"},
-    "experiments": SHARED | {"control", "memory"},
 }
-WORLDS = {"data", "measure"}  # what a world may import
+MAY_IMPORT = {"worlds": {"data", "measure"}, "experiments": SHARED | {"control", "memory"}}
 COMMANDS = {"silentbad.report.figures"}  # started with `python -m`
 FLAT = 8  # files that lie in silentbad/ itself, at most
 
@@ -111,8 +109,7 @@ def test_rooms_import_only_what_lies_below():
             assert rooms <= BELOW[room] | {room}, path
         elif module != "train_silentbad":
             assert not rooms & {"loop", "saving"}, path
-        last = LAST - {"experiments"} if module in CHOOSE else LAST
-        assert not rooms & last - {room}, path
+        assert not rooms & LAST - {room}, path
 
 
 def test_the_product_imports_nothing_that_stands_beside_it():
@@ -121,10 +118,11 @@ def test_the_product_imports_nothing_that_stands_beside_it():
         assert not tops(path) & BESIDE, path
 
 
-def test_worlds_draw_on_data_and_measure_alone():
-    for path in ROOT.glob("worlds/**/*.py"):
-        assert {room_of(name) for name in imported(path)} - {""} <= WORLDS, path
-        assert tops(path).isdisjoint(THREE | {"train_silentbad", "bench", "tests"}), path
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_what_stands_beside_the_product_draws_on_rooms_below_alone(name):
+    for path in ROOT.glob(f"{name}/**/*.py"):
+        assert {room_of(module) for module in imported(path)} - {""} <= MAY_IMPORT[name], path
+        assert tops(path).isdisjoint(THREE | {"train_silentbad"} | BESIDE - {name}), path
 
 
 def test_every_room_has_its_arrows_and_says_what_lives_there():

@@ -13,24 +13,26 @@ from silentbad.errors import UserError
 from silentbad.loop.hooks import MicroStep
 from silentbad.memory import rehearsal
 from tests.tiny import tiny_unet
+from tests.toy import AND, GRADIENT_NORM, L2SP, LEARNING_PROGRESS, MASS, experiment
 from tests.world import PROBED, Trainer, config
 
 # ------------------------------------------------------------ the contract of each registry
 ENTRIES = [
-    *({"sampler": n, "phrase_memory": PROBED} for n in mr.SAMPLERS),
-    *({"timesteps": n} for n in mr.TIMESTEPS),
-    *({"loss": n} for n in mr.LOSSES),
-    *({"loss": {"error": n}} for n in mr.ERRORS),
+    *({"sampler": n, "phrase_memory": PROBED} for n in (*mr.SAMPLERS, experiment("leitner"))),
+    *({"timesteps": n} for n in (*mr.TIMESTEPS, experiment("curriculum"), LEARNING_PROGRESS)),
+    *({"loss": n} for n in (*mr.LOSSES, *map(experiment, ("soft_min_snr", "debiased", "p2")))),
+    *({"loss": experiment("flow_weights", n)} for n in ("sigma_sqrt", "cosmap")),
+    *({"loss": {"error": n}} for n in (*mr.ERRORS, experiment("huber"))),
     *({"region": n} for n in mr.REGION),
     *({"rehearsal": n, "region": "mask"} for n in mr.REHEARSAL),
-    *({"loss_balance": n, "retention": "l2_sp"} for n in mr.LOSS_BALANCE),
+    *({"loss_balance": n, "retention": L2SP} for n in (*mr.LOSS_BALANCE, GRADIENT_NORM)),
     {"loss": {"dream": 1.0}},
-    {"attention_binding": {"name": "mass", "options": {"start": 0.0}}, "loss_balance": "gradient_norm"},
+    {"attention_binding": {"name": MASS, "options": {"start": 0.0}}, "loss_balance": GRADIENT_NORM},
     *(
-        {"phrase_memory": PROBED, "distillation": {"name": "and", "options": {"after": -9.0, "every": 2} | o}}
+        {"phrase_memory": PROBED, "distillation": {"name": AND, "options": {"after": -9.0, "every": 2} | o}}
         for o in ({"gate": "mask"}, {"gate": "attention"}, {"source": "noise"})
     ),
-    *({"retention": n} for n in mr.AUXILIARY["retention"]),
+    {"retention": "self_distillation"},
 ]
 
 
@@ -54,9 +56,9 @@ def test_other_predictions_train_with_everything_on(prediction_type):
             sampler="weakest_first",
             phrase_memory=PROBED,
             region="estimated",
-            attention_binding={"name": "mass", "options": {"start": 0.0}},
+            attention_binding={"name": MASS, "options": {"start": 0.0}},
             retention="self_distillation",
-            distillation={"name": "and", "options": {"after": -9.0}},
+            distillation={"name": AND, "options": {"after": -9.0}},
             rehearsal="leak_free",
             timesteps="snr_mixture",
         ),
@@ -71,7 +73,7 @@ def test_unknown_names_and_options_are_refused_before_weights():
         config(sampler="unifrm"),
         config(loss={"name": "min_snr", "options": {"gama": 5.0}}),
         config(sampler="weakest_first"),
-        config(distillation="and"),
+        config(distillation=AND),
         config(rehearsal="pairwise"),
         *(config(rehearsal=name) for name in rehearsal.PLACED if name != "pairwise"),
         config(timesteps={"name": "mode", "options": {"scale": 9.0}}),
@@ -95,11 +97,11 @@ def test_the_step_never_waits_for_the_device(region):
         config(
             region=region,
             loss="min_snr",
-            timesteps="learning_progress",
+            timesteps=LEARNING_PROGRESS,
             phrase_memory=PROBED,
-            attention_binding={"name": "mass", "options": {"start": 0.0}},
-            loss_balance="gradient_norm",
-            distillation={"name": "and", "options": {"after": -9.0, "every": 1}},
+            attention_binding={"name": MASS, "options": {"start": 0.0}},
+            loss_balance=GRADIENT_NORM,
+            distillation={"name": AND, "options": {"after": -9.0, "every": 1}},
             retention="self_distillation",
         )
     )

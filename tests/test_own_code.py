@@ -217,8 +217,12 @@ def test_a_placebo_shuffles_a_rule_of_ones_own():
         ("raise SystemExit(3)\n", "rule", "line 1 does not run (SystemExit"),
         ("def rule(stats):\n    return stats.n\n", "rules", "defines no rules"),
         ("rule = 3\n", "rule", "is no function"),
-        ("def rule(stats, beta):\n    return stats.n\n", "rule", "takes (stats, beta); a rule takes stats"),
-        ("def rule():\n    return 1\n", "rule", "takes (); a rule takes stats"),
+        (
+            "def rule(stats, beta):\n    return stats.n\n",
+            "rule",
+            "takes (stats, beta); it must take stats, and after a",
+        ),
+        ("def rule():\n    return 1\n", "rule", "takes (); it must take stats, and after a"),
         ("def rule(stats):\n    return stats.nothing\n", "rule", "fails (AttributeError"),
         ("def rule(stats):\n    return stats.n.sum()\n", "rule", "a tensor of shape () for 3 groups"),
         ("def rule(stats):\n    return 1.0\n", "rule", "returns float for 3 groups"),
@@ -238,7 +242,7 @@ def test_options_of_a_rule_are_checked_as_those_of_the_project():
         check_config(GradientControlConfig(name=place, options={"powr": 1.0}))
     with pytest.raises(UserError, match="option 'power' must be float"):
         check_config(GradientControlConfig(name=place, options={"power": "high"}))
-    combined = check_config(GradientControlConfig(name=f"prior+{place}", options={place: {"power": 1.0}}))
+    combined = check_config(GradientControlConfig(name=f"mean_abs+{place}", options={place: {"power": 1.0}}))
     assert combined[place] == (1.0, {"power": 1.0})
 
 

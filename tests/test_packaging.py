@@ -74,7 +74,7 @@ def test_every_package_exists():
 
 
 def test_configs_and_assets_have_one_root():
-    assert (silentbad.ROOT / "configs" / "prior.yaml").is_file()
+    assert (silentbad.ROOT / "configs" / "recommended.yaml").is_file()
     assert (silentbad.ROOT / "assets" / "micro-sd" / "embedder" / "config.json").is_file()
     for name, folder in SETUP["package-dir"].items():  # as an installed package has them
         assert silentbad.BUNDLED / folder == silentbad.BUNDLED.parents[1] / name.replace(".", "/")

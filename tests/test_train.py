@@ -30,6 +30,7 @@ from silentbad.measure.record import ElementThreshold, Threshold
 from silentbad.model.diffusion import noised
 from silentbad.saving import card, checkpoint, folder
 from tests.conftest import write_data
+from tests.toy import CONTRAST, GSNR, LEARNING_PROGRESS
 from tests.training import VALIDATION, equal, rows, same, step_once, weights
 from train_silentbad import main, micro_step
 
@@ -149,7 +150,7 @@ ARMS = {
     "plain": {},
     "ema and schedule": {"use_ema": True, "lr_scheduler": "cosine", "lr_warmup_steps": 2},
     "8-bit": {"use_8bit_adam": True},
-    "gsnr": {"gradient_control.name": "gsnr", "gradient_control.warmup": 1, "gradient_control.refresh": 1},
+    "gsnr": {"gradient_control.name": GSNR, "gradient_control.warmup": 1, "gradient_control.refresh": 1},
     "mean_abs on gradients": {
         "gradient_control.name": "mean_abs",
         "gradient_control.apply": "gradient",
@@ -157,12 +158,12 @@ ARMS = {
         "gradient_control.refresh": 1,
     },
     "factors between sources": {
-        "gradient_control.between.name": "contrast",
+        "gradient_control.between.name": CONTRAST,
         "gradient_control.between.warmup": 1,
         "gradient_control.between.refresh": 1,
         "gradient_control.between.ramp": 3,
     },
-    "learning progress": {"memory.timesteps.name": "learning_progress"},
+    "learning progress": {"memory.timesteps.name": LEARNING_PROGRESS},
     "phrase memory": {
         "memory.phrase_memory.enabled": True,
         "memory.phrase_memory.share": 1.0,
@@ -602,7 +603,7 @@ def test_defect_11_no_accumulation_window_is_partial(build):
 
 
 def test_defect_12_a_micro_step_does_not_wait_for_the_device(build, monkeypatch):
-    run = build(**{"gradient_control.name": "gsnr", "memory.region.name": "mask", "memory.loss.name": "min_snr"})
+    run = build(**{"gradient_control.name": GSNR, "memory.region.name": "mask", "memory.loss.name": "min_snr"})
     step_once(run)
     batches = list(run.loader.draw(run.state.draw))
     timesteps = [run.memory.timesteps(run.state.draw, batch["position"].tolist(), 6) for batch in batches]
@@ -660,7 +661,7 @@ def test_defect_15_accumulation_equals_one_large_batch(build):
 
 
 def test_defect_15_after_backward_edits_no_gradient(build, monkeypatch):
-    run = build(**{"gradient_control.name": "gsnr"})
+    run = build(**{"gradient_control.name": GSNR})
     plain = run.control.after_backward
 
     def guarded(*arguments, **keywords):

@@ -1,5 +1,7 @@
 """A model of five tensors under SD's parameter names, with gradients from a seed; light to import."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -9,6 +11,19 @@ from gradient_control import (
 )
 from silentbad.control.statistics import GroupStats
 
+
+def experiment(name, part=""):
+    """The place of what stands in experiments/."""
+    return f"{Path(__file__).parents[1]}/experiments/{name}.py:{part or name}"
+
+
+GSNR, PRIOR, CONTRAST, LEARNING_PROGRESS = map(experiment, ("gsnr", "prior", "contrast", "learning_progress"))
+MASS = experiment("attention_binding", "AttentionBinding")
+AND = experiment("and_distillation", "AndDistillation")
+L2SP = experiment("l2_sp", "L2SP")
+GRADIENT_NORM = experiment("gradient_norm")
+REMOVE_CONFLICT = experiment("remove_conflict")
+RATES = [GSNR, PRIOR, experiment("inverse_rms"), experiment("auto_rgn")]  # scale rules
 NAMES = {  # of the toy model: one tensor a group, of different sizes
     "mid.xattn.k": "mid_block.attentions.0.transformer_blocks.0.attn2.to_k",
     "mid.xattn.v": "mid_block.attentions.0.transformer_blocks.0.attn2.to_v",
@@ -43,7 +58,7 @@ class Toy(nn.Module):
             p.grad = (spread * (noise + mean * (i + 1) * p.detach().sign())).to(p.dtype)
 
 
-def config(name="prior+gsnr", **options):
+def config(name=f"{PRIOR}+{GSNR}", **options):
     return GradientControlConfig(**{"name": name, "warmup": 2, "refresh": 2, "max_log_step": 1.0, **options})
 
 

@@ -3,8 +3,8 @@ docs/gradient-control.md.
 
 A factor common to a whole gradient cancels under Adam. A factor between the sources does not: with
 g = sum_s w_s g_s their ratio stays. Elements are the reference, w = 1. The factor weighs each
-sample's loss, which is free. A factor for each layer group too is an experiment
-(`silentbad.experiments.between_layers`).
+sample's loss, which is free. A factor for each layer group too is in
+`silentbad.control.between_layers`.
 """
 
 from typing import Any

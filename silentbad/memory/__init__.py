@@ -2,5 +2,4 @@
 timesteps, loss weights.
 
 `memory_reinforce.py` collects the registries (those of regions, rehearsal and sequences are defined
-here) and has `Memory`, the object that each step calls. Parts that did not earn their place live in
-`silentbad.experiments`."""
+here) and has `Memory`, the object that each step calls."""

@@ -1,21 +1,14 @@
 """Groups of parameters: stage and role of each in the UNets of SD 1, 2 and XL, the transformer of
 SD 3 and the text encoders, full or LoRA."""
 
-import fnmatch
 import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from silentbad import ROOT
-from silentbad.errors import UserError, brief, warn
 from silentbad.settings.layers import OTHER, ROLE_ORDER
-from silentbad.settings.reader import read_yaml
-from silentbad.settings.types import Positive, problem
 
 logger = logging.getLogger(__name__)
 
@@ -157,54 +150,3 @@ def _position(group: str) -> tuple[int, int, int]:
     kind = stage.rstrip("0123456789")
     place = ["stem", "down", "mid", "up", "block", "text", OTHER].index(kind)
     return place, int(stage[len(kind) :] or 0), ROLE_ORDER.index(role) if role else 0
-
-
-def prior_table(
-    table: str | None = None, drop: list[str] | None = None, sdxl: bool = False
-) -> dict[str, float]:
-    """Rows {pattern: pi} of the YAML table; in SDXL a row's `sdxl` pattern, if any."""
-    path = Path(table) if table else ROOT / "configs" / "prior.yaml"
-    rows = {row["match"]: row for row in _prior_rows(path)}
-    if unknown := set(drop or ()) - set(rows):
-        raise UserError(
-            f"prior: option 'drop': no row {min(unknown)!r} in {path}; rows are: {', '.join(rows)}"
-        )
-    rows_left = [row for match, row in rows.items() if match not in (drop or ())]
-    return {
-        row.get("sdxl", row["match"]) if sdxl else row["match"]: float(row["pi"])
-        for row in rows_left
-    }
-
-
-def warn_of_idle_rows(
-    table: str | None = None, drop: list[str] | None = None, *, names: list[str], sdxl: bool = False
-) -> None:
-    """Name the rows of a table of one's own that match no group."""
-    for row in prior_table(table, drop, sdxl) if table else ():
-        if not fnmatch.filter(names, row):
-            warn(
-                f"prior: option 'table': {row!r} matches no group of this model, so this row "
-                f"has no effect"
-            )
-
-
-PRIOR_ROW = {"match": str, "pi": Positive, "sdxl": str | None}
-
-
-def _prior_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a prior table, each checked."""
-    rows, node = read_yaml(str(path))
-    if node is None or not isinstance(rows, list):
-        raise UserError(
-            f"prior: option 'table': {path} holds no list of rows, such as - "
-            f"{{match: mid.*, pi: 1.25}}"
-        )
-    for row, of in zip(rows, node.value, strict=True):
-        where = f"prior: option 'table': {path}:{of.start_mark.line + 1}"
-        if not isinstance(row, dict) or (unknown := [key for key in row if key not in PRIOR_ROW]):
-            got = unknown[0] if isinstance(row, dict) else row
-            raise UserError(f"{where}: a row has match, pi and perhaps sdxl, got {brief(got)}")
-        for key, kind in PRIOR_ROW.items():
-            if wrong := problem(row.get(key), kind):
-                raise UserError(f"{where}: {key} {wrong}, got {brief(row.get(key))}")
-    return rows

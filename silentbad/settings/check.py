@@ -14,9 +14,9 @@ from silentbad.settings.control import check_control
 from silentbad.settings.guard import check_scan, parse_guards
 from silentbad.settings.launch import check_launch, launched
 from silentbad.settings.layers import ADAPTED_GROUPS, EVERY_GROUP, check_patterns
-from silentbad.settings.memory import check_memory
+from silentbad.settings.memory import AUXILIARY, check_memory
 from silentbad.settings.optimizer_facts import check_optimizer, read_optimizer
-from silentbad.settings.registries import from_source, options_at
+from silentbad.settings.registries import Offered, from_source
 from silentbad.settings.rules import FACTS, Facts, check_rules, meanings, put
 from silentbad.settings.train import KIND, REPLACED, WRITTEN, TrainConfig
 from silentbad.settings.types import check_values
@@ -37,7 +37,8 @@ MEMORY = {  # slots of `memory`, and names beside a slot -> where what they may 
     "sampler.order": "silentbad.data.elements:ORDERS",
     "timesteps.sequence": "silentbad.memory.timesteps:SEQUENCES",
 }
-AUXILIARY = ("attention_binding", "distillation", "retention")  # slots that may hold no part
+# those that also take code of the user's own, PATH.py:NAME
+OPEN = ("sampler", "timesteps", "loss", "loss.error", *AUXILIARY, "loss_balance")
 SCALE_RULES = "gradient_control:SCALE_RULES"
 SOURCE_RULES = "gradient_control:SOURCE_RULES"
 TRANSFORMS = "gradient_control:TRANSFORMS"
@@ -47,7 +48,8 @@ GUARDS = "silentbad.guard.guards:GUARDS"
 def memory_registries() -> dict:
     """What the slots of `memory` may name, read from the sources."""
     registries = {slot: from_source(place) for slot, place in MEMORY.items()}
-    return registries | {slot: {**NONE, **registries[slot]} for slot in AUXILIARY}
+    keys = {slot: f"memory.{slot}" if "." in slot else f"memory.{slot}.name" for slot in OPEN}
+    return registries | {slot: Offered(registries[slot], key) for slot, key in keys.items()}
 
 
 def check(config: TrainConfig, sources: dict[str, str]) -> None:
@@ -106,14 +108,12 @@ def check_numbers(config: TrainConfig) -> None:
 
 def check_names(config: TrainConfig) -> None:
     """Rules, samplers, losses, guards and layers are there, and take the options given."""
-    rules, between, transforms = map(from_source, (SCALE_RULES, SOURCE_RULES, TRANSFORMS))
-    places = config.gradient_control.own_rules
-    for place in places:
-        user_code.check_place("gradient_control.name", place)
+    rules = Offered(from_source(SCALE_RULES), "gradient_control.name")
+    between = Offered(from_source(SOURCE_RULES), "gradient_control.between.name")
+    transforms = Offered(from_source(TRANSFORMS), "gradient_control.transform")
     for place in config.hooks:
         user_code.check_place("hooks", place)
-    own_rules = {place: options_at("gradient_control.name", place) for place in places}
-    check_control(config.gradient_control, {**rules, **own_rules}, between, transforms)
+    check_control(config.gradient_control, rules, between, transforms)
     check_memory(config.memory, memory_registries())
     parse_guards(config.guard, {**NONE, **from_source(GUARDS)})
     check_patterns("lora.targets", config.lora.targets, ADAPTED_GROUPS, "any that adapters fit")

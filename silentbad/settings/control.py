@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from silentbad.errors import UserError
-from silentbad.files import check_file
 from silentbad.settings import user_code
 from silentbad.settings.types import (
     Count,
@@ -16,6 +15,7 @@ from silentbad.settings.types import (
     Positive,
     Registry,
     Weight,
+    check_name,
     check_options,
     check_values,
     option,
@@ -32,7 +32,7 @@ def of_between(default: Any, help: str = "") -> Any:
 class BetweenConfig:
     """Nested under --gradient_control.between.*: the factors between sources."""
 
-    name: str = option("none", "a rule of SOURCE_RULES, or none")
+    name: str = option("none", "a rule of SOURCE_RULES or PATH.py:NAME, or none")
     options: dict[str, Any] = of_between({}, "of the rule")
     levels: dict[str, Annotated[float, Interval(ge=1e-6, le=1e6)]] = of_between(
         {"clean": 0.1}, "w: each source's mean factor, of clean and rehearsal; elements have 1"
@@ -72,7 +72,7 @@ def of_rule(default: Any, help: str = "") -> Any:
 class GradientControlConfig:
     """Nested under --gradient_control.*; of a combination, options by rule."""
 
-    name: str = option("uniform", "a rule of SCALE_RULES, or several: prior+gsnr")
+    name: str = option("uniform", "a rule of SCALE_RULES or PATH.py:NAME, or several, joined by +")
     options: dict[str, Any] = option({}, "of the rule; of a combination: rule -> options")
     weights: dict[str, Weight] = option({}, "rule -> its weight in log space (default 1)")
     apply: Literal["lr", "gradient"] = of_rule(
@@ -101,7 +101,9 @@ class GradientControlConfig:
         needs="gradient_control.conflict or gradient_control.transform",
         idle="said",
     )
-    transform: str = option("none", "of TRANSFORMS: recombine the sources' gradients")
+    transform: str = option(
+        "none", "of TRANSFORMS or PATH.py:NAME: recombine the sources' gradients"
+    )
     # factors between the sources; they act on gradients
     between: BetweenConfig = field(default_factory=BetweenConfig)
     shrink: bool = option(
@@ -131,7 +133,7 @@ class GradientControlConfig:
         """The rules that a placebo shuffles."""
         if "placebo" not in self.rules:
             return []
-        return str(self.options_of("placebo").get("of", "prior+gsnr")).split("+")
+        return str(self.options_of("placebo").get("of", "")).split("+")
 
     @property
     def own_rules(self) -> list[str]:
@@ -139,6 +141,18 @@ class GradientControlConfig:
         return [
             rule for rule in dict.fromkeys(self.rules + self.copied) if user_code.is_place(rule)
         ]
+
+    @property
+    def own_source_rules(self) -> list[str]:
+        """The same of the rules between sources."""
+        names = (self.between.name, str(self.between.options.get("of", "")))
+        return list(filter(user_code.is_place, names))
+
+    @property
+    def own_code(self) -> list[str]:
+        """All that is code of the user's own."""
+        transform = [self.transform] if user_code.is_place(self.transform) else []
+        return [*self.own_rules, *self.own_source_rules, *transform]
 
     @property
     def uses_hypergradient(self) -> bool:
@@ -170,24 +184,22 @@ def check_control(
     """The rules of the settings, or a UserError that names the key."""
     check_values(config, "gradient_control.")
     table = rules_of(config.name, config.options, config.weights, rules)
-    copied: RuleTable = {}
     if "placebo" in table:
         _, options = table["placebo"]
-        of = options.get("of", "prior+gsnr")
-        copied = rules_of(of, options.get("options") or {}, options.get("weights") or {}, rules)
-        if "placebo" in copied:
+        of = options["of"]
+        if "placebo" in of.split("+"):
             raise UserError("placebo: option 'of' must be another rule, got 'placebo'")
-    for combined in (table, copied):
-        if "prior" in combined and (path := combined["prior"][1].get("table")):
-            check_file("gradient_control.options: prior: option 'table'", path)
+        rules_of(of, options.get("options") or {}, options.get("weights") or {}, rules)
     check_options("gradient_control.transform", transforms, config.transform, {})
     between = config.between
     if between.name != "none":
         key = "gradient_control.between"
         check_options(key, sources, between.name, between.options)
-        if between.options.get("of", "contrast") not in {*sources} - {"placebo"}:
-            others = ", ".join(sources)
-            raise UserError(f"{key}.options: 'of' must be another rule than placebo: {others}")
+        if between.name == "placebo":
+            of = between.options["of"]
+            if of == "placebo":
+                raise UserError(f"{key}.options: 'of' must be another rule than placebo")
+            check_name(f"{key}.options: 'of'", sources, of)
         for source in between.levels:
             if source not in LEVELLED:
                 others = ", ".join(LEVELLED)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from silentbad.errors import UserError
+from silentbad.settings import user_code
 from silentbad.settings.types import (
     NotNegative,
     Positive,
@@ -12,6 +12,7 @@ from silentbad.settings.types import (
     Share,
     Small,
     Unit,
+    check_name,
     check_options,
     check_values,
     option,
@@ -135,6 +136,7 @@ class MemoryConfig:
     loss_balance: BalanceConfig = field(default_factory=BalanceConfig)
 
 
+AUXILIARY = ("attention_binding", "distillation", "retention")  # slots of losses beside the loss
 # Rehearsals that make records of the role rehearsal, and those whose loss is where elements stand
 # (silentbad/settings/rules.py).
 REHEARSED = ("leak_free", "pairwise", "pairwise_captions")
@@ -158,6 +160,16 @@ def policies(memory: MemoryConfig) -> dict[str, Part]:
     return {role: part for role, part in parts.items() if part.name != SAME}
 
 
+def own_parts(memory: MemoryConfig) -> dict[str, str]:
+    """{slot: the place}, PATH.py:NAME, of the parts that are code of the user's own; the timesteps
+    of a role by its name."""
+    slots = ("sampler", "timesteps", "loss", *AUXILIARY, "loss_balance")
+    names = {slot: getattr(memory, slot).name for slot in slots}
+    names |= {"loss.error": memory.loss.error}
+    names |= {role: settings.timesteps.name for role, settings in by_role(memory).items()}
+    return {slot: name for slot, name in names.items() if user_code.is_place(name)}
+
+
 def check_memory(memory: MemoryConfig, registries: dict[str, Registry]) -> None:
     """Refuse names, options and values that are not there; a registry for each slot."""
     check_values(memory, "memory.")
@@ -166,12 +178,9 @@ def check_memory(memory: MemoryConfig, registries: dict[str, Registry]) -> None:
         part = getattr(memory, slot)
         if not field_name:
             check_options(f"memory.{slot}", registry, part.name, part.options)
-        elif (name := getattr(part, field_name)) not in registry:
-            raise UserError(
-                f"memory.{key}: unknown name {name!r}; there are: {', '.join(registry)}"
-            )
-    timesteps: Any = registries["timesteps"]
-    timesteps = {SAME: {}} | timesteps  # joined so, a LazyRegistry imports nothing
+        else:
+            check_name(f"memory.{key}", registry, getattr(part, field_name))
     for role in ROLES:
         part = getattr(memory.roles, role).timesteps
+        timesteps = {SAME: {}} if part.name == SAME else registries["timesteps"]
         check_options(f"memory.roles.{role}.timesteps", timesteps, part.name, part.options)

@@ -86,7 +86,7 @@ def parse(
     """(settings, {dotted key: the file and line, or "command line", that set it}).
 
     A class may have RENAMED, keys that are not there with what the line says of them; POSITIONAL,
-    the key of the words before any flag; EPILOGUE, the end of its --help. Raises SystemExit(0)
+    the key of the words before any flag. Raises SystemExit(0)
     after --help or --print_config."""
     entries = Entries(cls)
     flags = []
@@ -419,7 +419,7 @@ def help_text(cls: type, about: str) -> str:
     lines += _entry("--config", "YAML file; may be given several times, later wins, flags last")
     lines += _entry("--print_config[=skip_default]", "print the settings as YAML and stop")
     lines += _keys_help(cls(), "")
-    return "\n".join([*lines, "", getattr(cls, "EPILOGUE", "")]).rstrip() + "\n"
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _keys_help(default: Any, prefix: str) -> list[str]:

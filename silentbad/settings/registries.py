@@ -2,14 +2,14 @@
 imported.
 
 A registry is a dict display in a module, {"uniform": uniform, **MORE}; `from_source` follows its
-names and imports to the functions, so a new rule is one function and one line in its dict. In a
-`LazyRegistry` an entry may also be text, "module:function". The keyword-only parameters of a
-function (of a class, those of `__init__`) are its options."""
+names and imports to the functions, so a new rule is one function and one line in its dict. In
+`Parts` a place, PATH.py:NAME, is a name too. The keyword-only parameters of a function (of a class,
+those of `__init__`) are its options."""
 
 import ast
 import importlib.util
+import inspect
 import math
-import pkgutil
 import typing
 from collections import UserDict
 from collections.abc import Iterator, Mapping
@@ -19,20 +19,55 @@ from pathlib import Path
 from typing import Any
 
 from silentbad.errors import UserError
-from silentbad.settings import types
+from silentbad.settings import types, user_code
 from silentbad.settings.types import MISSING, Option
 
 # What annotations and defaults of options may name.
 NAMESPACE = {**vars(typing), **vars(types), "math": math, "Any": Any}
 
 
-class LazyRegistry(UserDict[str, Any]):
-    """A dict of parts by name. An entry that is text, "module:function", is imported when it is
-    looked up; `a | b` joins two registries without a look-up."""
+class Parts(UserDict[str, Any]):
+    """A dict of parts by name; a place, PATH.py:NAME, is a name too.
+
+    `key` is the setting that chooses one; `takes` are the arguments that a part is called with."""
+
+    def __init__(self, parts: Mapping[str, Any], *, key: str, takes: str):
+        super().__init__(parts)
+        self.key = key
+        self.takes = takes.split()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data or user_code.is_place(str(name))
 
     def __getitem__(self, name: str) -> Any:
-        entry = self.data[name]
-        return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
+        return user_code.get(name, self.key) if user_code.is_place(name) else self.data[name]
+
+    def load(self, place: str) -> Any:
+        """Run the file of a place. Raises UserError where what it defines is called otherwise."""
+        part = user_code.load(self.key, place)
+        if not callable(part):
+            raise UserError(f"{self.key}: {place} is no function")
+        signature = inspect.signature(part)
+        needed = [p.kind for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        if needed != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * len(self.takes):
+            right = f"it must take {', '.join(self.takes)}, and after a * its options"
+            raise UserError(f"{self.key}: {place} takes {signature}; {right}")
+        return part
+
+
+class Offered(dict[str, Mapping[str, Option]]):
+    """{name: its options} of `Parts`, nothing run: those of a place are read from its file."""
+
+    def __init__(self, options: Mapping[str, Mapping[str, Option]], key: str):
+        super().__init__(options)
+        self.key = key
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or user_code.is_place(str(name))
+
+    def __missing__(self, place: str) -> Mapping[str, Option]:
+        user_code.check_place(self.key, place)
+        return options_at(self.key, place)
 
 
 @dataclass(frozen=True)
@@ -105,9 +140,6 @@ class Module:
     def find(self, expression: ast.AST) -> "tuple[Module, ast.AST] | None":
         """Where what an expression stands for is defined; None where it is not found."""
         match expression:
-            case ast.Constant(value=str(place)):  # "module:name"
-                dotted, _, name = place.partition(":")
-                return _find(dotted, name)
             case ast.Attribute(value=owner, attr=name):  # torch.optim.AdamW
                 first, _, rest = ast.unparse(owner).partition(".")
                 imported = self.names.get(first)
@@ -137,7 +169,7 @@ class Module:
         if place is None:
             raise LookupError(f"no dict display: {ast.unparse(expression)}")
         module, node = place
-        if isinstance(node, ast.Call):  # LazyRegistry({...})
+        if isinstance(node, ast.Call):  # Parts({...}, ...)
             return module.entries(node.args[0])
         assert isinstance(node, ast.Dict), f"no dict display: {ast.unparse(expression)}"
         entries: dict[str, tuple[Module, ast.AST]] = {}

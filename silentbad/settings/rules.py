@@ -66,11 +66,6 @@ def _averages(config: "TrainConfig", facts: Facts) -> bool | None:
     return None if facts.optimizer is None else facts.optimizer.averages
 
 
-def _rows_of_prior(config: "TrainConfig", facts: Facts) -> bool:
-    control = config.gradient_control
-    return "prior" in control.rules and control.options_of("prior").get("table") is None
-
-
 def _takes(option: str) -> Fact:
     return Fact(
         "optimizer",
@@ -111,14 +106,6 @@ FACTS = {
         "gradient_control.name",
         "gradient_control.name=hypergradient, or its placebo",
         lambda config, facts: config.gradient_control.uses_hypergradient,
-    ),
-    "PRIOR_ROWS": Fact(
-        "gradient_control.name", "gradient_control.name=prior without a table", _rows_of_prior
-    ),
-    "PRIOR_COPIED": Fact(
-        "gradient_control.name",
-        "a placebo of prior",
-        lambda config, facts: "prior" in config.gradient_control.copied,
     ),
     "FSDP": Fact("accelerate", "FSDP", lambda config, facts: facts.sharded),
     "LOSS_SCALE": Fact(
@@ -173,10 +160,7 @@ SECOND_MODEL = f"keeps a second UNet beside the shards, whole; turn it off, or {
 NOT_REDUCED = f"takes gradients apart before FSDP has reduced them; turn it off, or {DDP}"
 MAPS = "reads maps of cross-attention, and {family} has {attention}"
 VELOCITY = "{family} predicts the velocity of a flow"
-OF_EPSILON = (
-    f"weighs the error of epsilon, and {VELOCITY}; take none, x0, cosmap or sigma_sqrt as "
-    f"memory.loss.name"
-)
+OF_EPSILON = f"weighs the error of epsilon, and {VELOCITY}; take none or x0 as memory.loss.name"
 RECTIFIES = f"rectifies an estimate of epsilon, and {VELOCITY}; leave it out"
 
 # {a condition: {one that may not hold beside it: why, and what can}}; the line begins with the
@@ -233,16 +217,16 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "gradient_control.conflict": ON_THEIR_WAY,
         "gradient_control.transform": ON_THEIR_WAY,
         "LEARNING_RULE": ON_THEIR_WAY,
-        "memory.attention_binding.name=mass": CUT,
-        "memory.loss_balance.name=gradient_norm": CUT,
+        "memory.attention_binding.name": CUT,
+        "memory.loss_balance.name": CUT,
         "compile_model": f"{{b}}={{b_value}} cuts batches by source into many shapes; {LEAVE}",
     },
-    "memory.attention_binding.name=mass": {"max_batch_size": PARTS},
-    "memory.loss_balance.name=gradient_norm": {"max_batch_size": PARTS},
+    "memory.attention_binding.name": {"max_batch_size": PARTS},
+    "memory.loss_balance.name": {"max_batch_size": PARTS},
     # memory and guards
     "memory.phrase_memory.enabled=false": {
-        "memory.sampler.name=weakest_first|leitner": UNMEASURED,
-        "memory.distillation.name=and": UNMEASURED,
+        "memory.sampler.name=weakest_first": UNMEASURED,
+        "memory.distillation.name": UNMEASURED,
     },
     "memory.region.name=none": {
         "memory.rehearsal.name=joint_captions|pairwise|pairwise_captions": (
@@ -308,7 +292,7 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     "FLOW": {
         "prediction_type": f"{VELOCITY} and nothing else; leave it out",
         "snr_gamma": OF_EPSILON,
-        "memory.loss.name=min_snr|soft_min_snr|debiased|p2": f"{{a_value}} {OF_EPSILON}",
+        "memory.loss.name=min_snr": f"{{a_value}} {OF_EPSILON}",
         "dream_training": RECTIFIES,
         "memory.loss.dream": RECTIFIES,
         "noise_offset": f"mends a path that ends before pure noise; {VELOCITY}; leave it 0",
@@ -317,10 +301,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "train_text_encoder": "is not there for {family}; leave it out",
         "memory.attention_binding.name": f"{MAPS}; leave it none",
         "memory.distillation.options.gate=attention": f"attention {MAPS}; take mask",
-        "PRIOR_ROWS": "the rows of prior are about a UNet, and {family} has none; give option "
-        "'table', or take gsnr",
-        "PRIOR_COPIED": "placebo: option 'of' names prior, whose rows are about a UNet, and "
-        "{family} has none; take gsnr",
         "FSDP": f"FSDP is tested on UNets alone, not on {{family}}; {DDP}",
         "enable_xformers_memory_efficient_attention": (
             "xformers has no {attention}, as {family} has; leave it off"

@@ -11,8 +11,7 @@ from annotated_types import Interval
 from silentbad.settings.control import GradientControlConfig
 from silentbad.settings.data import PUBLISHED, DataSettings
 from silentbad.settings.guard import GuardConfig
-from silentbad.settings.memory import MemoryConfig
-from silentbad.settings.outcomes import outcomes
+from silentbad.settings.memory import MemoryConfig, own_parts
 from silentbad.settings.types import (
     Count,
     Decay,
@@ -392,10 +391,10 @@ class TrainConfig(DataSettings):
         **{name: f"is of another script: {instead}" for name, instead in SUCCESSORS.items()},
         **{name: f"has another name now: use --{ours}" for name, ours in OLDER.items()},
     }
-    EPILOGUE = f"measured, and not recommended:\n{outcomes()}"
 
 
 def own_code(config: TrainConfig) -> list[str]:
     """The code of the user's own that a run takes in: PATH.py:NAME."""
     judge = config.validation.judge if config.validation.targets is not None else None
-    return [*config.gradient_control.own_rules, *config.hooks, *([judge] if judge else [])]
+    parts = [*config.gradient_control.own_code, *own_parts(config.memory).values()]
+    return [*dict.fromkeys(parts), *config.hooks, *([judge] if judge else [])]

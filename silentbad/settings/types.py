@@ -25,6 +25,7 @@ from annotated_types import Interval
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from silentbad.errors import UserError, brief
+from silentbad.settings.moved import MOVED
 
 LONGEST_TEXT = 10_000  # characters of a text option
 LONGEST_NAME = 255  # bytes of a file name, on every file system in use
@@ -277,9 +278,7 @@ def options_of(entry: Callable[..., Any] | Mapping[str, Option]) -> Mapping[str,
 
 def check_options(kind: str, registry: Registry, name: str, values: dict[str, Any]) -> None:
     """Refuse an unknown name of a registry `kind`, an unknown, missing or wrong option."""
-    if name not in registry:
-        others = f"{nearest(name, registry)}; there are: {', '.join(registry)}"
-        raise UserError(f"{kind}: unknown name {brief(name)}{others}")
+    check_name(kind, registry, name)
     options = options_of(registry[name])
     takes = "it takes: " + ", ".join(options) if options else "it takes no options"
     for key, value in values.items():
@@ -298,6 +297,18 @@ def check_options(kind: str, registry: Registry, name: str, values: dict[str, An
     missing = [k for k, option in options.items() if option.default is MISSING and k not in values]
     if missing:
         raise UserError(f"{kind}.options: {name}: option {missing[0]!r} is missing; {takes}")
+
+
+def check_name(kind: str, registry: Registry, name: str) -> None:
+    """Refuse an unknown name of a registry `kind`."""
+    if name in registry:
+        return
+    if name in MOVED:
+        raise UserError(
+            f"{kind}: {name} is an experiment in a file of its own now; use {MOVED[name]}"
+        )
+    others = f"{nearest(name, registry)}; there are: {', '.join(registry)}"
+    raise UserError(f"{kind}: unknown name {brief(name)}{others}")
 
 
 def parse_combination(

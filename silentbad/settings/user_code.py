@@ -48,8 +48,10 @@ def load(key: str, place: str) -> Any:
 
 
 def get(place: str, key: str = "") -> Any:
-    """The same of a file that `load` has run."""
+    """The same; a file that `load` has run is not read again."""
     file = _file(place).resolve()
+    if file not in _modules:
+        return load(key, place)
     _, module = _modules[file]
     name = place.rpartition(":")[2]
     if not hasattr(module, name):

@@ -11,14 +11,16 @@ from silentbad.control.statistics import centred
 from silentbad.data.loader import chunks
 from silentbad.errors import UserError
 from silentbad.settings.types import check_values
-from tests.toy import Toy, config, controlled, equal, stats_of
+from tests.toy import CONTRAST, REMOVE_CONFLICT, Toy, config, controlled, equal, experiment, stats_of
 
+OPTIONS = {"placebo": {"of": CONTRAST}}
 SOON = {"warmup": 2, "refresh": 2, "max_log_step": 1.0}
 SOURCES = ("clean", "element", "clean", "rehearsal", "clean")  # of the samples of a step
 
 
 def settings(name, **more):
     levels = {"clean": 0.1, "rehearsal": 0.5}
+    more = {"options": OPTIONS.get(name, {}), **more}
     return config("uniform", between=BetweenConfig(**{"name": name, "levels": levels, **SOON, **more}))
 
 
@@ -66,7 +68,9 @@ def walked(*args, **more):
         pass
 
 
-@pytest.mark.parametrize("name", SOURCE_RULES)
+@pytest.mark.parametrize(
+    "name", [*SOURCE_RULES, CONTRAST, experiment("equalise")], ids=lambda name: name.rpartition(":")[2]
+)
 class TestEveryRule:
     def test_is_short_and_says_what_it_is(self, name):
         rule = SOURCE_RULES[name]
@@ -75,7 +79,8 @@ class TestEveryRule:
     @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
     def test_is_positive_and_does_not_see_the_loss_scale(self, name, scale):
         def factors(scale):
-            raw = SOURCE_RULES[name](stats_of(scale), stats_of(scale, S=stats_of(scale).S.flip(0)))
+            own, element = stats_of(scale), stats_of(scale, S=stats_of(scale).S.flip(0))
+            raw = SOURCE_RULES[name](own, element, **OPTIONS.get(name, {}))
             assert raw.shape == (6,) and (raw > 0).all()
             return centred(raw.log(), stats_of().n)
 
@@ -85,7 +90,7 @@ class TestEveryRule:
         zero = torch.zeros(6).double()
         for bad in (dict(S=zero, E=zero, Q=zero), dict(S=-stats_of().S), dict(S=zero + torch.nan, E=zero + torch.nan)):
             for pair in ((stats_of(**bad), stats_of()), (stats_of(), stats_of(**bad))):
-                assert centred(SOURCE_RULES[name](*pair).log(), stats_of().n).isfinite().all()
+                assert centred(SOURCE_RULES[name](*pair, **OPTIONS.get(name, {})).log(), stats_of().n).isfinite().all()
 
     def test_refuses_an_unknown_option_by_name(self, name):
         with pytest.raises(UserError, match="unknown option 'betta'"):
@@ -135,29 +140,29 @@ class TestEveryRule:
 
 def test_contrast_quietens_clean_where_elements_speak():
     model = Toy()
-    control, optimizer = controlled(model, settings("contrast"))
+    control, optimizer = controlled(model, settings(CONTRAST))
     walked(model, control, optimizer, range(24))
     clean = control.source_weights.layers["clean"]
     assert clean[0] > clean[2] > clean[4]  # elements are steady in the last tensors, clean pictures in the first
-    inverse, optimizer = controlled(Toy(), settings("contrast", options={"power": -0.5}))
+    inverse, optimizer = controlled(Toy(), settings(CONTRAST, options={"power": -0.5}))
     walked(inverse._model, inverse, optimizer, range(24))
     assert inverse.source_weights.layers["clean"][0] < inverse.source_weights.layers["clean"][4]
 
 
 def test_placebo_has_the_factors_in_other_places():
     factors = {}
-    for name in ("contrast", "placebo"):
+    for name in (CONTRAST, "placebo"):
         model = Toy()
         control, optimizer = controlled(model, settings(name, bound=100.0, max_log_step=9.0))
         walked(model, control, optimizer, range(20))
         factors[name] = control.source_weights.layers["clean"]
-    assert factors["contrast"] != factors["placebo"]
+    assert factors[CONTRAST] != factors["placebo"]
 
 
 def test_layer_uniform_hooks_equal_loss_weights():
     """The two mechanisms meet where the layers' factors are all one."""
     ends = []
-    for name, more in (("uniform", {}), ("contrast", {"bound": 1.0})):
+    for name, more in (("uniform", {}), (CONTRAST, {"bound": 1.0})):
         model = Toy()
         control, _ = controlled(model, settings(name, **more))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -199,7 +204,7 @@ def test_a_level_without_a_ramp_is_released_at_once():
 
 def test_a_skipped_or_infinite_step_changes_nothing():
     model = Toy()
-    control, optimizer = controlled(model, settings("contrast"))
+    control, optimizer = controlled(model, settings(CONTRAST))
     walked(model, control, optimizer, range(6))
     before = control.source_weights.state_dict()
     losses = losses_of(model, gradients(model, 6)[:1]) * torch.inf
@@ -218,7 +223,7 @@ def test_a_skipped_or_infinite_step_changes_nothing():
 def test_another_backward_meets_no_factor():
     """Gradients taken outside begin and end, as a regulariser's own, are left as they are."""
     model = Toy()
-    control, _ = controlled(model, settings("contrast"))
+    control, _ = controlled(model, settings(CONTRAST))
     control.before_backward(torch.zeros(1), ["clean"], 1.0)
     control.after_backward(True)
     p = next(model.parameters())
@@ -227,7 +232,7 @@ def test_another_backward_meets_no_factor():
 
 
 def test_a_backward_of_two_sources_is_an_error():
-    control, _ = controlled(Toy(), settings("contrast"))
+    control, _ = controlled(Toy(), settings(CONTRAST))
     with pytest.raises(ValueError, match="cut the batch by source"):
         control.before_backward(torch.zeros(2), ["clean", "element"], 1.0)
 
@@ -250,19 +255,19 @@ def test_parts_by_source_hold_each_sample_once():
         ({"levels": {"element": 2.0}}, "elements are 1"),
         ({"levels": {"clean": 0.0}}, "must be at least 1e-06"),
         ({"name": "placebo", "options": {"of": "placebo"}}, "another rule"),
-        ({"name": "placebo", "options": {"of": "nothing"}}, "another rule"),
+        ({"name": "placebo", "options": {"of": "nothing"}}, "'of': unknown name 'nothing'"),
         ({"bound": 0.5}, "bound"),
     ],
 )
 def test_refuses_in_one_line(wrong, said):
     with pytest.raises(UserError, match=said) as error:
-        Controller(Toy(), settings(**{"name": "contrast", **wrong}))
+        Controller(Toy(), settings(**{"name": CONTRAST, **wrong}))
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("reader", [{"conflict": True}, {"transform": "remove_conflict"}, {"name": "hypergradient"}])
+@pytest.mark.parametrize("reader", [{"conflict": True}, {"transform": REMOVE_CONFLICT}, {"name": "hypergradient"}])
 def test_what_reads_the_sources_is_refused(reader):
-    between = settings("contrast").between
+    between = settings(CONTRAST).between
     with pytest.raises(UserError, match="leave one of them out"):
         Controller(Toy(), config(**{"name": "uniform", "between": between, **reader}))
     Controller(Toy(), config(**{"name": "uniform", "between": BetweenConfig(name="uniform"), **reader}))
@@ -279,7 +284,7 @@ def test_no_step_waits_for_the_device(monkeypatch):
         raise AssertionError("waits for the device")
 
     model = Toy()
-    control, optimizer = controlled(model, settings("contrast", refresh=100))
+    control, optimizer = controlled(model, settings(CONTRAST, refresh=100))
     for name in ("item", "tolist", "__bool__", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
     of_sources = gradients(model, 0)

@@ -9,7 +9,7 @@ from torch import nn
 from gradient_control import (
     adjust_gradient_scale,
 )
-from tests.toy import Toy, config, controlled, equal, run
+from tests.toy import GSNR, Toy, config, controlled, equal, run
 
 
 def original(model, layer_scales, current_gradients, beta=0.9):
@@ -79,7 +79,7 @@ def test_why_adjust_gradient_scale_was_replaced():
     before = nn.utils.get_total_norm([p.grad for p in model.parameters()])
     after = nn.utils.get_total_norm([s * p.grad for s, p in zip(scales, model.parameters(), strict=True)])
     assert after < before / 2
-    control, optimizer = controlled(model, config("gsnr"))  # its successor moves AdamW
+    control, optimizer = controlled(model, config(GSNR))  # its successor moves AdamW
     moved, plain = run(model, control, optimizer, range(60)), displacement(lambda i, t: 1.0)
     starts = [p.detach() for p in Toy().parameters()]
     change = [(m - s - d).norm() / d.norm() for m, s, d in zip(moved, starts, plain, strict=True)]

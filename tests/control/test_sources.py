@@ -6,10 +6,10 @@ import torch
 from gradient_control import (
     TRANSFORMS,
 )
-from tests.toy import Toy, config, controlled, equal
+from tests.toy import REMOVE_CONFLICT, Toy, config, controlled, equal
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", [*TRANSFORMS, REMOVE_CONFLICT])
 class TestEveryTransform:
     def weights(self, name, gram):
         return TRANSFORMS[name](gram)
@@ -30,15 +30,15 @@ class TestEveryTransform:
 def test_remove_conflict_equals_gradient_surgery():
     g, h = torch.tensor([1.0, 0.5, 0.0]), torch.tensor([-1.0, 1.0, 0.2])
     gram = torch.stack([g, h]) @ torch.stack([g, h]).T
-    weights = TRANSFORMS["remove_conflict"](gram)
+    weights = TRANSFORMS[REMOVE_CONFLICT](gram)
     surgery = (g - (g @ h) / (h @ h) * h) + (h - (h @ g) / (g @ g) * g)
     assert g @ h < 0 and torch.allclose(weights[0] * g + weights[1] * h, surgery)
     agreeing = torch.tensor([[1.0, 0.2], [0.2, 1.0]])
-    assert torch.equal(TRANSFORMS["remove_conflict"](agreeing), torch.ones(2))
+    assert torch.equal(TRANSFORMS[REMOVE_CONFLICT](agreeing), torch.ones(2))
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])
-@pytest.mark.parametrize("transform", ["none", "remove_conflict"])
+@pytest.mark.parametrize("transform", ["none", REMOVE_CONFLICT])
 def test_sources_are_told_apart_and_recombined(transform, loss_scale):
     """Three micro-batches, two sources, a loss scale taken out before before_step."""
     model = Toy()

@@ -13,15 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradient_control import Controller
 from silentbad.control.between import BetweenConfig
-from tests.toy import Toy, config, run
+from tests.toy import CONTRAST, GSNR, REMOVE_CONFLICT, Toy, config, run
 
 STEPS = 12
 SOURCES = ("element", "element", "rehearsal")
-TRANSFORMS = ("none", "remove_conflict")
+TRANSFORMS = ("none", REMOVE_CONFLICT)
 DISAGREE = (("clean", "element", "rehearsal"), ("element", "element", "clean"))  # sources of each rank
 
 
-BETWEEN = BetweenConfig(name="contrast", warmup=2, refresh=2, levels={"clean": 0.1, "rehearsal": 0.5})
+BETWEEN = BetweenConfig(name=CONTRAST, warmup=2, refresh=2, levels={"clean": 0.1, "rehearsal": 0.5})
 
 
 ORDERS = {0: ("clean", "element", "clean"), 1: ("element", "clean", "rehearsal")}  # other sources last on each rank
@@ -42,7 +42,7 @@ def micro_batch(model, step, micro, rank):
 
 def train(model, forward, ranks, no_sync, sources=SOURCES, **settings):
     """Train on the micro-batches of `ranks`; returns the controller and the weights."""
-    control = Controller(model, config("gsnr+hypergradient", conflict=True, **settings), seed=0)
+    control = Controller(model, config(f"{GSNR}+hypergradient", conflict=True, **settings), seed=0)
     optimizer = torch.optim.AdamW(control.param_groups(1e-2), lr=1e-2)
     control.attach(optimizer)
     for step in range(STEPS):
@@ -159,7 +159,7 @@ def test_factors_between_sources_are_those_of_one_process(ranks):
 
 def test_one_process_needs_no_process_group():
     model = Toy()
-    control = Controller(model, config("gsnr"))
+    control = Controller(model, config(GSNR))
     optimizer = torch.optim.AdamW(control.param_groups())
     control.attach(optimizer)
     run(model, control, optimizer, range(6))

@@ -27,10 +27,11 @@ from tests.distributed.test_two_processes import (
     whole,
 )
 from tests.kill.runner import finish
+from tests.toy import GSNR, PRIOR
 
 inputs = two.inputs
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-STATEFUL = {**two.STATEFUL, "use_ema": False, "gradient_control.name": "prior+gsnr", "max_grad_norm": 0.1}
+STATEFUL = {**two.STATEFUL, "use_ema": False, "gradient_control.name": f"{PRIOR}+{GSNR}", "max_grad_norm": 0.1}
 THOROUGH = pytest.mark.thorough
 
 
@@ -50,7 +51,7 @@ CASES = {  # changes of both; of the run in shards alone; `make test` has the fi
         {
             "pretrained_model_name_or_path": "xl",
             "gradient_control.name": "placebo",
-            "gradient_control.options": json.dumps({"of": "prior"}),
+            "gradient_control.options": json.dumps({"of": PRIOR}),
             "gradient_control.warmup": 1,
             "gradient_control.refresh": 1,
         },

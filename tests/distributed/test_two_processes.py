@@ -21,7 +21,7 @@ import train_silentbad
 from silentbad.data import images
 from silentbad.model import pipeline
 from silentbad.saving import checkpoint
-from tests import training
+from tests import toy, training
 from tests.conftest import write_data
 from tests.kill.runner import finish, start
 
@@ -31,7 +31,7 @@ VALIDATION = {**training.VALIDATION, "save_best": True}
 AND = {
     "memory.phrase_memory.enabled": True,
     "memory.phrase_memory.share": 0.5,
-    "memory.distillation.name": "and",
+    "memory.distillation.name": toy.AND,
     "memory.distillation.options.every": 1,
     "memory.distillation.options.after": -10.0,
     "memory.distillation.options.weight": 1.0,
@@ -39,17 +39,17 @@ AND = {
 }
 SHORT = {"max_train_steps": 3, "validation.targets": "null"}
 STATEFUL = {
-    "gradient_control.name": "gsnr",
+    "gradient_control.name": toy.GSNR,
     "gradient_control.warmup": 1,
     "gradient_control.refresh": 1,
-    "memory.timesteps.name": "learning_progress",
+    "memory.timesteps.name": toy.LEARNING_PROGRESS,
     "memory.phrase_memory.enabled": True,
     "memory.sampler.name": "weakest_first",
     "use_ema": True,
     "lr_scheduler": "linear",
 }
 BETWEEN = {
-    "gradient_control.between.name": "contrast",
+    "gradient_control.between.name": toy.CONTRAST,
     "gradient_control.between.warmup": 1,
     "gradient_control.between.refresh": 1,
 }

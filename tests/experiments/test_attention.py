@@ -7,7 +7,8 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 
-from silentbad.experiments import attention
+from experiments import attention
+from tests.toy import MASS
 from tests.world import Trainer, World, config
 
 
@@ -69,7 +70,7 @@ def test_binding_is_zero_inside_masks_and_for_disjoint_maps():
 def test_binding_moves_attention_into_the_mask(checkpointing):
     options = {"start": 0.0, "weight": 10.0}
     trainer = Trainer(
-        config(attention_binding={"name": "mass", "options": options}),
+        config(attention_binding={"name": MASS, "options": options}),
         steps=40,
         checkpointing=checkpointing,
         world=World(clean=0),

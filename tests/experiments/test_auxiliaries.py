@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from silentbad.experiments import auxiliaries
+from experiments import and_distillation, gradient_norm, l2_sp
 from silentbad.loop.hooks import MicroStep
 from silentbad.memory import auxiliary
 from tests.tiny import tiny_pipeline, tiny_unet
@@ -34,7 +34,7 @@ def test_and_target_equals_the_gaussian_closed_form():
     precision = 1 / v0 + 3 * (1 / v - 1 / v0)
     mean = (a * means.sum(dim=0) / v) / precision
     assert torch.allclose(
-        auxiliaries.and_target(base, cond, torch.ones(3, 1, 1, 8, 8)), s * precision * (x - mean), atol=1e-5
+        and_distillation.and_target(base, cond, torch.ones(3, 1, 1, 8, 8)), s * precision * (x - mean), atol=1e-5
     )
     gates = torch.zeros(3, 1, 1, 8, 8)
     gates[0, ..., :4, :] = 1
@@ -42,9 +42,9 @@ def test_and_target_equals_the_gaussian_closed_form():
     expected = base.clone()
     expected[..., :4, :] = cond[0][..., :4, :]
     expected[..., 4:, :4] = cond[1][..., 4:, :4]
-    assert torch.allclose(auxiliaries.and_target(base, cond, gates), expected, atol=1e-6)
+    assert torch.allclose(and_distillation.and_target(base, cond, gates), expected, atol=1e-6)
     to_v = [(e - s * x) / a for e in (base, *cond)]  # v is affine in eps at a given x_t
-    v_star = auxiliaries.and_target(to_v[0], torch.stack(to_v[1:]), gates)
+    v_star = and_distillation.and_target(to_v[0], torch.stack(to_v[1:]), gates)
     assert torch.allclose(v_star, (expected - s * x) / a, atol=1e-5)
 
 
@@ -58,7 +58,7 @@ def distiller(**options):
         right, bottom = (edge // 2 for edge in BOXES[i % 3][2:])
         element.masks[:, :, top:bottom, left:right] = 1
     facts = auxiliary.RunFacts(world.info, memory.bank, memory, SD, tiny_pipeline().tokenizer, 0, 0, 1)
-    return auxiliaries.AndDistillation(tiny_unet(), facts, **options), memory
+    return and_distillation.AndDistillation(tiny_unet(), facts, **options), memory
 
 
 def step_of(unet, predict, index=0):
@@ -138,7 +138,7 @@ def test_teacher_is_a_copy_that_follows_only_when_refreshed(given, kind):
 
 def test_l2_sp_is_half_the_squared_distance():
     unet = tiny_unet()
-    part = auxiliaries.L2SP(unet, None)
+    part = l2_sp.L2SP(unet, None)
     now = step_of(unet, None)
     assert part(now).item() == 0
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_gradient_norm_balance_is_the_ratio_of_norms():
     w = torch.nn.Parameter(torch.tensor([[3.0, 4.0]]))
     loss = (w * torch.tensor([2.0, 0.0])).sum()
     extra = 0.5 * w.square().sum()
-    assert auxiliaries.gradient_norm(loss, extra, w).item() == pytest.approx(2 / 5, rel=1e-4)
-    assert auxiliaries.gradient_norm(loss, extra, w, ceiling=0.1).item() == pytest.approx(0.1)
+    assert gradient_norm.gradient_norm(loss, extra, w).item() == pytest.approx(2 / 5, rel=1e-4)
+    assert gradient_norm.gradient_norm(loss, extra, w, ceiling=0.1).item() == pytest.approx(0.1)
     assert auxiliary.fixed(loss, extra, w) == 1 and w.grad is None
-    assert auxiliaries.gradient_norm(loss, torch.zeros((), requires_grad=True), w).item() == 10
+    assert gradient_norm.gradient_norm(loss, torch.zeros((), requires_grad=True), w).item() == 10

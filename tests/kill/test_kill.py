@@ -14,6 +14,7 @@ import pytest
 from silentbad import owned
 from silentbad.saving import checkpoint
 from tests.kill.runner import finish, start
+from tests.toy import GSNR, LEARNING_PROGRESS
 from tests.training import equal
 
 STEPS = 14
@@ -24,13 +25,13 @@ EVERYTHING = {
     "random_flip": True,
     "shuffle_phrases": True,
     "save_best": True,
-    "gradient_control.name": "gsnr",
+    "gradient_control.name": GSNR,
     "gradient_control.warmup": 2,
     "gradient_control.refresh": 2,
     "memory.phrase_memory.enabled": True,
     "memory.phrase_memory.share": 0.3,
     "memory.sampler.name": "weakest_first",
-    "memory.timesteps.name": "learning_progress",
+    "memory.timesteps.name": LEARNING_PROGRESS,
     "memory.region.name": "mask",
     "validation.embedder": "ssim",
     "validation.steps": 6,

@@ -5,6 +5,7 @@ import pytest
 import train_silentbad
 from tests import pretended
 from tests.conftest import write_data
+from tests.toy import GSNR
 
 MEMORY = {
     "config": "configs/recommended.yaml",
@@ -13,7 +14,7 @@ MEMORY = {
     "memory.phrase_memory.enabled": "true",
     "memory.phrase_memory.share": 0.5,
 }
-RULES = {"gradient_control.name": "gsnr", "gradient_control.refresh": 2, "gradient_control.conflict": "true"}
+RULES = {"gradient_control.name": GSNR, "gradient_control.refresh": 2, "gradient_control.conflict": "true"}
 AVERAGED = {"use_ema": "true", "offload_ema": "true", "gradient_checkpointing": "true"}
 MEASURED = {
     "validation.images_per_target": 2,

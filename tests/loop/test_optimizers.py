@@ -13,6 +13,7 @@ from silentbad.model.averaging import averaged
 from silentbad.model.groups import group_of
 from silentbad.saving import checkpoint
 from tests.tiny import tiny_unet
+from tests.toy import GSNR, PRIOR
 from tests.training import VALIDATION, checked, rows, same, step_once, weights
 from train_silentbad import Config, main
 
@@ -34,7 +35,7 @@ def extra(path: str) -> dict:
 
 def test_groups_without_decay_cover_the_model_exactly():
     unet = tiny_unet()
-    groups = Controller(unet, GradientControlConfig(name="prior"), 0).param_groups(1e-2)
+    groups = Controller(unet, GradientControlConfig(name=PRIOR), 0).param_groups(1e-2)
     split = optimizers.without_decay(groups)
     held = [p for group in split for p in group["params"]]
     assert len({id(p) for p in held}) == len(held) == len(list(unet.parameters()))
@@ -56,7 +57,7 @@ def test_norms_and_biases_keep_their_size_without_decay(build):
 
 
 def test_multipliers_reach_both_halves_of_a_group(build):
-    run = build(decay_norms_and_biases=False, **{"gradient_control.name": "prior", "gradient_control.warmup": 0})
+    run = build(decay_norms_and_biases=False, **{"gradient_control.name": PRIOR, "gradient_control.warmup": 0})
     name = run.control.groups.names[0]
     run.control.multipliers[name] = 2.0
     run.control.before_step(0)
@@ -98,7 +99,7 @@ def test_gradients_below_the_limit_are_left_alone(build, monkeypatch):
     "changes, passes",
     [
         ({}, 1),
-        ({"gradient_control.name": "gsnr"}, 1),
+        ({"gradient_control.name": GSNR}, 1),
         ({"gradient_control.name": "mean_abs", "gradient_control.apply": "gradient"}, 2),
     ],
     ids=["uniform", "gsnr", "gradients scaled"],
@@ -232,14 +233,14 @@ def test_schedule_free_is_measured_and_saved_at_its_average(build, tmp_path):
 
 def test_only_uniform_takes_a_rate_adapting_optimizer(flags, capsys):
     changes = extra("prodigyopt.Prodigy")
-    assert main(flags(**changes, **{"gradient_control.name": "gsnr"})) == 2
+    assert main(flags(**changes, **{"gradient_control.name": GSNR})) == 2
     assert "Prodigy" in capsys.readouterr().err
     assert main(flags(**changes, max_train_steps=1)) == 0
 
 
 @pytest.mark.parametrize("update", OWN)
 def test_multipliers_reach_an_update_of_our_own(update, build):
-    run = build(**extra(update), **{"gradient_control.name": "prior", "gradient_control.warmup": 0})
+    run = build(**extra(update), **{"gradient_control.name": PRIOR, "gradient_control.warmup": 0})
     assert type(run.state.optimizer.optimizer) is optimizers.UPDATES[update]
     name = run.control.groups.names[0]
     run.control.multipliers[name] = 2.0

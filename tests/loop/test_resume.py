@@ -26,6 +26,7 @@ from silentbad.loop.state import TrainState, match_memory_format
 from silentbad.saving import identity
 from silentbad.settings.reader import key_tree
 from tests.conftest import write_data
+from tests.toy import GSNR, PRIOR
 from tests.training import VALIDATION
 from train_silentbad import Config, main
 
@@ -131,7 +132,7 @@ def test_null_pictures_count(flags, tmp_path, capsys):
 def test_a_prior_table_counts(flags, tmp_path, capsys):
     table = tmp_path / "table.yaml"
     table.write_text('- {match: "*.xattn.*", pi: 2.0}\n')
-    settings = {"gradient_control.name": "prior", "gradient_control.options": json.dumps({"table": str(table)})}
+    settings = {"gradient_control.name": PRIOR, "gradient_control.options": json.dumps({"table": str(table)})}
     assert main(flags(max_train_steps=2, **settings)) == 0
     table.write_text('- {match: "*.xattn.*", pi: 0.5}\n')
     assert main(flags(max_train_steps=3, resume_from_checkpoint="latest", **settings)) == 2
@@ -215,7 +216,7 @@ def test_a_rate_that_jumps_on_resume_is_said(flags, tmp_path, capsys):
 
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_resume_in_another_memory_format_goes_on(first, flags, tmp_path):
-    settings = {"checkpointing_steps": 2, "log_every": 1, "use_ema": True, "gradient_control.name": "gsnr"}
+    settings = {"checkpointing_steps": 2, "log_every": 1, "use_ema": True, "gradient_control.name": GSNR}
     settings |= {"gradient_control.warmup": 1, "gradient_control.refresh": 1}
     assert main(flags(max_train_steps=4, channels_last=first, **settings)) == 0
     (tmp_path / "run").rename(tmp_path / "whole")

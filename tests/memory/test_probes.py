@@ -8,6 +8,7 @@ from diffusers import DDPMScheduler
 
 from silentbad.memory import probes
 from silentbad.model import diffusion
+from tests.toy import AND, L2SP, LEARNING_PROGRESS
 from tests.world import PROBED, SD, SNR, Trainer, config, phrase_memory
 
 
@@ -81,9 +82,9 @@ def test_resume_continues_bit_for_bit():
     parts = dict(
         sampler="weakest_first",
         phrase_memory=PROBED,
-        timesteps="learning_progress",
-        distillation={"name": "and", "options": {"after": -9.0, "every": 1, "refresh": 4}},
-        retention="l2_sp",
+        timesteps=LEARNING_PROGRESS,
+        distillation={"name": AND, "options": {"after": -9.0, "every": 1, "refresh": 4}},
+        retention=L2SP,
     )
     whole = Trainer(config(**parts))
     whole.memory.errors.every = 2

@@ -6,10 +6,10 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 
+from experiments import attention_binding
 from silentbad.data.elements import DataInfo
 from silentbad.data.loader import collate
 from silentbad.errors import UserError
-from silentbad.experiments import auxiliaries
 from silentbad.loop.inputs import load_inputs
 from silentbad.memory import masks, rehearsal
 from silentbad.settings.train import TrainConfig
@@ -92,7 +92,7 @@ def test_a_union_binds_its_elements_and_not_what_stands_around():
     row = int(world.info.rows[i][0])
     union = next(f for draw in range(99) if (f := rehearse(world.load(row), (draw, row))))
     batch = world.batch([union, world.records[row], world.records[-1] | {"role": "clean", "element_id": ""}])
-    of_union, of_element, of_clean = auxiliaries.in_mask(world.info, batch)
+    of_union, of_element, of_clean = attention_binding.in_mask(world.info, batch)
     assert [p in of_union for p in union["phrases"]] == [True, True, False]
     assert [p in of_element for p in world.records[row]["phrases"]] == [True, False]
     assert not any(p in of_clean for p in world.records[-1]["phrases"])

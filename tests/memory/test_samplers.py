@@ -7,6 +7,7 @@ import pytest
 
 import memory_reinforce as mr
 from silentbad.data.elements import DataInfo, Epochs, apportion, epoch_order
+from tests.toy import experiment
 from tests.world import PROBED, Trainer, World, config
 
 
@@ -52,9 +53,9 @@ def test_weakest_first_is_the_marginal_value():
 
 def test_leitner_shows_a_recalled_element_every_other_epoch():
     rho = np.asarray([[0.1, 0.9, 0.9], [0.1, 0.2, 0.9]])
-    shown = np.asarray([mr.SAMPLERS["leitner"](rho, np.ones(3), e, boxes=3) > 0 for e in range(4)])
+    shown = np.asarray([mr.SAMPLERS[experiment("leitner")](rho, np.ones(3), e, boxes=3) > 0 for e in range(4)])
     assert shown.tolist() == [[True] * 3, [True, True, False], [True, True, False], [True, True, False]]
-    assert mr.SAMPLERS["leitner"](rho[:1], np.ones(3), 1).tolist() == [1, 0, 0]
+    assert mr.SAMPLERS[experiment("leitner")](rho[:1], np.ones(3), 1).tolist() == [1, 0, 0]
 
 
 def test_apportion_sums_exactly_and_is_fair():

@@ -6,6 +6,7 @@ from diffusers import DDPMScheduler
 
 import memory_reinforce as mr
 from silentbad.model import diffusion
+from tests.toy import experiment
 from tests.world import SD, SNR, SNR_ZERO, ZERO
 
 
@@ -21,9 +22,9 @@ def test_loss_weights_equal_their_papers():
     assert torch.allclose(mr.min_snr(s, "epsilon"), torch.minimum(s, torch.tensor(g)) / s)
     assert torch.allclose(mr.min_snr(s, "v_prediction"), torch.minimum(s, torch.tensor(g)) / (s + 1))
     assert torch.allclose(mr.min_snr(s, "sample"), torch.minimum(s, torch.tensor(g)))
-    assert torch.allclose(mr.LOSSES["soft_min_snr"](s, "sample", gamma=4.0), 1 / (1 / s + 0.25))
-    assert torch.allclose(mr.LOSSES["debiased"](s, "epsilon", cap=1e3), 1 / s.sqrt())
-    assert torch.allclose(mr.LOSSES["p2"](s, "epsilon", k=1.0, gamma=0.5), 1 / (1 + s) ** 0.5)
+    assert torch.allclose(mr.LOSSES[experiment("soft_min_snr")](s, "sample", gamma=4.0), 1 / (1 / s + 0.25))
+    assert torch.allclose(mr.LOSSES[experiment("debiased")](s, "epsilon", cap=1e3), 1 / s.sqrt())
+    assert torch.allclose(mr.LOSSES[experiment("p2")](s, "epsilon", k=1.0, gamma=0.5), 1 / (1 + s) ** 0.5)
     assert mr.no_weight(s, "v_prediction").unique().tolist() == [1]
 
 
@@ -45,7 +46,7 @@ def test_loss_is_the_same_in_every_parametrisation(name):
 
 def test_huber_is_square_near_zero_and_linear_far_away():
     r = torch.tensor([1e-4, 1e3], dtype=torch.float64)
-    h = mr.ERRORS["huber"](r, torch.zeros(2, dtype=torch.float64), 0.1)
+    h = mr.ERRORS[experiment("huber")](r, torch.zeros(2, dtype=torch.float64), 0.1)
     assert h[0] == pytest.approx(1e-8, rel=1e-4) and h[1] == pytest.approx(2 * 0.1 * 1e3, rel=1e-3)
 
 

@@ -14,15 +14,15 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
+from experiments.prior import prior, prior_table
 from gradient_control import Controller, GradientControlConfig
 from silentbad.data.draws import Transform
 from silentbad.errors import UserError
-from silentbad.experiments.layer_rules import prior
 from silentbad.loop import trackers
 from silentbad.memory.auxiliary import Teacher
 from silentbad.model import denoiser, lora, pipeline
 from silentbad.model.denoiser import Denoiser
-from silentbad.model.groups import OTHER, group_of, group_parameters, prior_table
+from silentbad.model.groups import OTHER, group_of, group_parameters
 from silentbad.model.registry import FAMILIES
 from silentbad.saving import checkpoint, folder
 from silentbad.settings.train import LoraSettings
@@ -30,7 +30,7 @@ from tests.conftest import write_data
 from tests.mistakes import tensors, with_nan, without_first
 from tests.published import PUBLISHED, published, published_transformer
 from tests.tiny import tiny_pipeline
-from tests.toy import stats_of
+from tests.toy import AND, GRADIENT_NORM, GSNR, MASS, PRIOR, stats_of
 from tests.training import VALIDATION, checked, equal, same, step_once
 from train_silentbad import Run, main
 from train_silentbad import build as build_run
@@ -43,17 +43,17 @@ MEMORY = {
     "memory.phrase_memory.enabled": True,
     "memory.phrase_memory.share": 1.0,
     "memory.sampler.name": "weakest_first",
-    "memory.attention_binding.name": "mass",
+    "memory.attention_binding.name": MASS,
     "memory.attention_binding.options": '{"start": 0.0, "side": 2}',
-    "memory.distillation.name": "and",
+    "memory.distillation.name": AND,
     "memory.distillation.options": '{"after": -9.0, "every": 1}',
     "memory.retention.name": "self_distillation",
     "memory.region.name": "mask",
     "memory.rehearsal.name": "pairwise",
     "memory.loss.dream": 1.0,
-    "memory.loss_balance.name": "gradient_norm",
+    "memory.loss_balance.name": GRADIENT_NORM,
 }
-CONTROL = {"gradient_control.name": "prior+gsnr", "gradient_control.warmup": 1, "gradient_control.refresh": 1}
+CONTROL = {"gradient_control.name": f"{PRIOR}+{GSNR}", "gradient_control.warmup": 1, "gradient_control.refresh": 1}
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ KINDS = {
 
 # What Stable Diffusion 3 refuses is left out (tests/model/test_sd3.py).
 FLOW = {k: v for k, v in MEMORY.items() if "attention_binding" not in k and k != "memory.loss.dream"}
-GSNR = {**CONTROL, "gradient_control.name": "gsnr"}
+BY_GSNR = {**CONTROL, "gradient_control.name": GSNR}
 KINDS |= {
-    "sd3, memory, control": ("sd3", {**FLOW, **GSNR, "memory.timesteps.name": "logit_normal", "use_ema": True}),
+    "sd3, memory, control": ("sd3", {**FLOW, **BY_GSNR, "memory.timesteps.name": "logit_normal", "use_ema": True}),
     "sd3 lora": ("sd3", {**LORA, "memory.loss.name": "x0", "gradient_checkpointing": True, "mixed_precision": "bf16"}),
 }
 # what the others have in part
@@ -474,7 +474,7 @@ def test_the_prior_names_sdxls_blocks_by_their_place():
     names = ("up0.resnet.conv", "up1.resnet.conv", "mid.ff")
     for sdxl, expected in ((False, [1, 1.25, 1.25**2]), (True, [1.25, 1, 1.25**2])):
         assert prior(stats_of(groups=3, names=names, sdxl=sdxl)).tolist() == pytest.approx(expected)
-    config = GradientControlConfig(name="prior")
+    config = GradientControlConfig(name=PRIOR)
     sdxl = [Controller(published(name), config).layer_rates.sdxl for name in ("SDXL", "SD2")]
     assert sdxl == [True, False]
 

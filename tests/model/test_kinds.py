@@ -16,6 +16,7 @@ from silentbad.errors import UserError
 from silentbad.model import lora, pipeline
 from silentbad.model.groups import OTHER, group_parameters
 from silentbad.saving import checkpoint
+from tests.toy import GSNR
 from tests.training import same, step_once
 from train_silentbad import main
 
@@ -114,9 +115,7 @@ def test_an_adapter_is_read_by_others_and_merged(kind, build, pipelines, tmp_pat
 @LONG
 @pytest.mark.parametrize("kind", ["dora", "lokr"])
 def test_an_adapter_resumes_to_the_bit(kind, flags, tmp_path):
-    settings = changes(
-        kind, use_ema=True, max_train_steps=4, checkpointing_steps=2, **{"gradient_control.name": "gsnr"}
-    )
+    settings = changes(kind, use_ema=True, max_train_steps=4, checkpointing_steps=2, **{"gradient_control.name": GSNR})
     assert main(flags("whole", **settings)) == 0
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     shutil.copytree(whole / "checkpoints" / "step-2", cut / "checkpoints" / "step-2")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from silentbad.model.groups import group_of
 from silentbad.saving import checkpoint
 from silentbad.settings.layers import chosen
+from tests.toy import GSNR
 from tests.training import equal, rows, same, step_once
 from train_silentbad import main
 
@@ -97,7 +98,7 @@ def test_frozen_layers_store_no_activations(build, checkpointing):
     assert {name for name in stored if name != "elsewhere"} == {"up_blocks.0", "up_blocks.1"}
 
 
-@pytest.mark.parametrize("update", [{}, {"gradient_control.spectral": True}, {"gradient_control.name": "gsnr"}])
+@pytest.mark.parametrize("update", [{}, {"gradient_control.spectral": True}, {"gradient_control.name": GSNR}])
 def test_frozen_layers_have_no_gradient_optimizer_state_or_group(build, update):
     run = build(train_layers=UP, use_ema=True, **update)
     step_once(run)
@@ -112,7 +113,7 @@ def test_frozen_layers_have_no_gradient_optimizer_state_or_group(build, update):
 ARMS = {
     "whole": {},
     "spectral, averaged": {"gradient_control.spectral": True, "use_ema": True},
-    "rates": {"gradient_control.name": "gsnr", "gradient_control.warmup": 1, "gradient_control.refresh": 1},
+    "rates": {"gradient_control.name": GSNR, "gradient_control.warmup": 1, "gradient_control.refresh": 1},
     "adapters": {"lora.rank": 2, "lora.targets": '["attn","resnet"]'},
 }
 

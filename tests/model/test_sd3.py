@@ -21,6 +21,7 @@ from silentbad.model.registry import FAMILIES
 from silentbad.settings.train import LoraSettings
 from tests.published import TRANSFORMERS, published_transformer
 from tests.tiny import tiny_sd3_pipeline
+from tests.toy import experiment
 from tests.training import same, step_once
 from train_silentbad import main
 from validation import ValidationConfig
@@ -47,8 +48,8 @@ ARMS = [  # memory.loss.name, the script's --weighting_scheme and --precondition
     ("x0", "logit_normal", True),  # the script's defaults
     ("none", "sigma_sqrt", True),
     ("none", "logit_normal", False),
-    ("cosmap", "cosmap", False),
-    ("sigma_sqrt", "sigma_sqrt", False),
+    (experiment("flow_weights", "cosmap"), "cosmap", False),
+    (experiment("flow_weights", "sigma_sqrt"), "sigma_sqrt", False),
 ]
 
 

@@ -17,6 +17,7 @@ from silentbad.saving import checkpoint
 from tests.conftest import write_data
 from tests.folders import config
 from tests.mistakes import flip
+from tests.toy import CONTRAST, L2SP
 from tests.training import VALIDATION, rows, step_once
 from train_silentbad import main, micro_step
 
@@ -241,9 +242,9 @@ def test_two_ranks_build_one_cache(tmp_path):
         {},
         {"memory.region.name": "mask"},
         {"memory.retention.name": "self_distillation"},
-        {"memory.retention.name": "l2_sp"},
+        {"memory.retention.name": L2SP},
         {"disk_cache_gb": 0, "random_flip": True},
-        {"gradient_control.between.name": "contrast"},
+        {"gradient_control.between.name": CONTRAST},
     ],
     ids=str,
 )

@@ -136,7 +136,7 @@ def test_an_alias_stands_for_its_value(tmp_path):
 
 def test_options_of_a_part_are_replaced_whole(tmp_path):
     (tmp_path / "a.yaml").write_text("memory: {loss: {name: min_snr, options: {gamma: 3}}}\n")
-    (tmp_path / "b.yaml").write_text("memory: {loss: {name: debiased, options: {cap: 4}}}\n")
+    (tmp_path / "b.yaml").write_text("memory: {loss: {name: x0, options: {cap: 4}}}\n")
     files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")]
     config, _ = parse(Config, [*files, "--memory.loss.options.cap", "5"])
     assert config.memory.loss.options == {"cap": 5}
@@ -225,7 +225,10 @@ WRONG_FLAGS = {  # what the tables of settings refuse is in test_rules.py
     "--lr_scheduler polynomial --learning_rate 1e-7": "above 1e-7",
     "--memory.loss.name min_snr --memory.loss.options.gama 5": "did you mean 'gamma'",
     "--memory.sampler.name weakest": "weakest_first",
-    "--gradient_control.name gsn": "gsnr",
+    "--gradient_control.name mean_ab": "mean_abs",
+    "--gradient_control.name gsnr": "use experiments/gsnr.py:gsnr",
+    "--memory.loss.error huber": "use experiments/huber.py:huber",
+    "--memory.roles.clean.timesteps.name curriculum": "use experiments/curriculum.py:curriculum",
     "--gradient_control.apply both": "gradient_control.apply",
     "--mixed_precision fp8": "fp16",
     "--enable_xformers_memory_efficient_attention": "scaled_dot_product_attention",

@@ -46,27 +46,17 @@ for path in Path("silentbad/settings").glob("*.py"):
     __import__(f"silentbad.settings.{path.stem}".removesuffix(".__init__"))
 from silentbad.settings.startup import training
 folder = sys.argv[1]
-rest = ["--memory.loss.name", "p2", "--gradient_control.name", "prior+gsnr"]
+rest = ["--memory.loss.name", "experiments/p2.py:p2", "--gradient_control.name", "mean_abs+experiments/gsnr.py:gsnr"]
 training(["--train_data_dir", folder, "--pretrained_model_name_or_path", folder, *rest], "")
 print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """
-NO_EXPERIMENT = """
-import sys
-from gradient_control import GradientControlConfig, check_config
-from memory_reinforce import MemoryConfig, check
-check_config(GradientControlConfig(name="mean_abs"))
-check(MemoryConfig())
-print(*sys.modules)
-"""
-
 DATA = "--train_data_dir data"
 TRAIN = f"{DATA} --validation.targets targets.jsonl"
 AUDIT = "--pipeline data --targets targets.jsonl"
 SEARCH = "--pipeline data --phrases phrases.txt"
 RUN = "give the output_dir of a run"
 CONTROL = "--gradient_control"
-COPIED = f"{CONTROL}.name placebo {CONTROL}.options.of prior {CONTROL}.options.options.table nowhere"
-TABLE = "gradient_control.options (command line): prior: option 'table': no file nowhere"
+NO_FILE = "no file nowhere.py; PATH.py:NAME names what a Python file defines"
 PIPELINE = "no folder of a pipeline, model_index.json is missing"
 MISSING = {  # (what reads the words, the words) -> the line
     ("train", f"{TRAIN} --validation.placebo nowhere"): f"validation.placebo (command line): no validation.json "
@@ -74,8 +64,10 @@ MISSING = {  # (what reads the words, the words) -> the line
     ("train", f"{TRAIN} --validation.clip_path ./nowhere"): "validation.clip_path (command line): no folder ./nowhere",
     ("train", f"{TRAIN} --validation.embedder clip --validation.embedder_path a/b/c"): "validation.embedder_path "
     "(command line): no folder a/b/c",
-    ("train", f"{DATA} {CONTROL}.name prior {CONTROL}.options.table nowhere"): TABLE,
-    ("train", f"{DATA} {COPIED}"): TABLE,
+    ("train", f"{DATA} {CONTROL}.name nowhere.py:mine"): f"gradient_control.name (command line): {NO_FILE}",
+    ("train", f"{DATA} {CONTROL}.name placebo {CONTROL}.options.of nowhere.py:mine"): "gradient_control.name "
+    f"(command line): {NO_FILE}",
+    ("train", f"{DATA} --memory.loss.name nowhere.py:mine"): f"memory.loss.name (command line): {NO_FILE}",
     ("train", f"{DATA} --output_dir trained"): "output_dir trained: holds a run already "
     "(metrics.jsonl); resume it with --resume_from_checkpoint latest, delete it with --overwrite_output_dir, or choose "
     "another folder",
@@ -173,12 +165,6 @@ def test_parsing_and_checking_a_training_imports_nothing_heavy(tmp_path):
     assert not {*done.stdout.split()} & {*HEAVY}
 
 
-def test_no_experiment_is_imported_that_is_not_chosen():
-    done = subprocess.run([sys.executable, "-c", NO_EXPERIMENT], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert not [name for name in done.stdout.split() if name.startswith("silentbad.experiments")]
-
-
 def test_a_report_is_drawn_without_what_a_model_needs():
     script = "import sys, silentbad.report.run_report; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
@@ -203,7 +189,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "emoji.sets": ("-m", "worlds.emoji.sets"),
 }
 OF_EACH = {"--help": "--help", "a typo in a flag": "--sed 1"}
-SAMPLER = "--memory.sampler.name leitner --memory.sampler.options.boxs 3"
+SAMPLER = "--memory.sampler.name experiments/leitner.py:leitner --memory.sampler.options.boxs 3"
 MISTAKES = {  # "no such ..." is of a path that has `nowhere` in it
     "train: a wrong range": "--train_data_dir . --learning_rate -1",
     "train: an unknown YAML key": "--train_data_dir . --config {folder}/unknown.yaml",
@@ -286,13 +272,11 @@ def test_a_rule_added_to_a_dict_is_found(tmp_path, monkeypatch):
         "RULES = {'mine': mine}\n"
         "def late(stats): ...\n"
         "RULES['late'] = late\n"
-        "RULES['by_path'] = 'silentbad.experiments.layer_rules:gsnr'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     rules = from_source("mine_rules:RULES")
-    assert list(rules) == ["mine", "late", "by_path"]
+    assert list(rules) == ["mine", "late"]
     assert rules["mine"]["power"].default == 2.0 and not rules["late"]
-    assert list(rules["by_path"]) == ["beta", "floor"]
 
 
 def test_names_in_annotations_are_those_of_the_code():

@@ -68,8 +68,6 @@ FACT = {  # how each fact comes about
     ),
     "WHOLE_TENSORS": lambda config, facts: put(config, "optimizer", "Adafactor"),
     "LEARNING_RULE": lambda config, facts: put(config, "gradient_control.name", "hypergradient"),
-    "PRIOR_ROWS": lambda config, facts: put(config, "gradient_control.name", "prior"),
-    "PRIOR_COPIED": lambda config, facts: put(config, "gradient_control.name", "placebo"),
     "FSDP": lambda config, facts: setattr(facts, "sharded", True),
     "LOSS_SCALE": lambda config, facts: put(config, "mixed_precision", "fp16"),
     "FLOW": lambda config, facts: setattr(facts, "family", SD3),
@@ -93,7 +91,7 @@ def bring_about(text, config, facts):
         set_to(config, condition.key, condition.values[0])
     else:
         values = {
-            "gradient_control.between.name": "contrast",
+            "gradient_control.between.name": "placebo",
             "guard.name": "mask",
             "validation.embedder": "ssim",
             "optimizer": "SGD",

@@ -1,42 +1,9 @@
-"""Timestep policies: high noise first, and where the loss still falls.
-
-A policy is a density p (T,) from the schedule's snr (T,), the progress of the run in [0,1] and the
-relative error by timestep (bins,) or None."""
+"""The error by timestep, for timestep policies of your own."""
 
 import numpy as np
 import torch
 
 from silentbad.device import Mailbox
-from silentbad.memory.timesteps import mixed
-from silentbad.settings.types import Unit
-
-
-def curriculum(
-    snr: np.ndarray,
-    progress: float,
-    error: np.ndarray | None,
-    *,
-    start: Unit = 0.25,
-    end: Unit = 0.5,
-    uniform: Unit = 0.3,
-) -> np.ndarray:
-    """High noise first (2403.10348): t >= (1 - f) T, f rising from `start` to 1 at progress `end`.
-    That paper adds clusters of timesteps one by one; here the edge moves continuously over a
-    uniform floor."""
-    f = min(1.0, start + (1 - start) * progress / max(end, 1e-9))
-    return mixed((np.arange(len(snr)) >= (1 - f) * len(snr)).astype(float), uniform)
-
-
-def learning_progress(
-    snr: np.ndarray, progress: float, error: np.ndarray | None, *, uniform: Unit = 0.3
-) -> np.ndarray:
-    """p ~ sqrt(E[L_t^2]) (2102.09672), the second moment of each bin divided by its own first
-    value: a loss says mostly which t was drawn (2401.09031), its fall says what was learnt there.
-    """
-    if error is None:
-        return np.full(len(snr), 1 / len(snr))
-    return mixed(error[np.arange(len(snr)) * len(error) // len(snr)], uniform)
-
 
 BINS = 20  # of timesteps
 DECAY = 0.5  # of the mean over rounds

@@ -1,90 +1,19 @@
-"""Losses beside the diffusion loss that were measured and did not earn their place."""
+"""A composed caption taught from its phrases. Measured: 0.63 [0.16, 1.00] of plain's speed.
 
-from contextlib import AbstractContextManager
+Needs `--memory.phrase_memory.enabled true`, which measures what is held."""
+
 from random import Random
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
+from experiments.attention import Maps, phrase_maps, record_maps, token_table
 from silentbad import rng
-from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError
-from silentbad.experiments.attention import (
-    Maps,
-    mass_outside,
-    overlap,
-    phrase_maps,
-    record_maps,
-    token_table,
-)
 from silentbad.loop.hooks import MicroStep
 from silentbad.memory.auxiliary import RunFacts, Teacher, last_layer
-from silentbad.settings.types import Count, Decay, NotNegative, Positive, Small, Strength, Unit
-
-
-def in_mask(info: DataInfo, batch: dict) -> list[set[str]]:
-    """The phrases whose place each sample's mask is: an element's, or those of a union; not what
-    stands around."""
-    mentioned = []
-    elements = info.of_batch(batch)
-    for i, role, target in zip(elements, batch["role"], batch["target_id"], strict=True):
-        shown = [i] if i < len(info.keys) else []
-        if role == "rehearsal":
-            shown = info.elements_of.get(target, [])
-        mentioned.append({info.phrase[j] for j in shown})
-    return mentioned
-
-
-class AttentionBinding:
-    """The element's tokens look inside its mask, and the phrases of a caption look at different
-    places."""
-
-    @staticmethod
-    def layer(unet: torch.nn.Module, now: MicroStep) -> torch.Tensor | None:
-        """The last trained key weight its maps depend on; nothing later does."""
-        keys = [p for p in now.maps.last_layer.to_k.parameters() if p.requires_grad and p.ndim > 1]
-        return keys[-1] if keys else None
-
-    def __init__(
-        self,
-        unet,
-        facts: RunFacts,
-        *,
-        weight: NotNegative = 0.01,
-        start: Unit = 0.5,
-        side: Small = 16,
-        overlap_weight: NotNegative = 0.5,
-    ):
-        self.facts = facts
-        self.weight = weight
-        self.start = start
-        self.side = side
-        self.overlap_weight = overlap_weight
-
-    def record(self, unet: torch.nn.Module) -> AbstractContextManager[Maps]:
-        """A context in which every forward of `unet` records the maps that the loss reads."""
-        return record_maps(unet, self.side)
-
-    def __call__(self, now: MicroStep) -> torch.Tensor | None:
-        if now.progress < self.start or now.maps is None:
-            return None
-        b = now.batch
-        info = self.facts.info
-        probs = now.maps.mean()
-        tokens = token_table(self.facts.tokenizer, b["text"], b["phrases"])
-        tokens = tokens.to(probs.device, non_blocking=True)
-        masked = torch.zeros(tokens.shape[:2])
-        for r, mentioned in enumerate(in_mask(info, b)):
-            for p, phrase in enumerate(b["phrases"][r]):
-                masked[r, p] = float(phrase in mentioned)
-        masked = masked.to(probs.device, non_blocking=True)
-        maps = phrase_maps(probs, tokens)
-        there = tokens.amax(dim=-1)
-        bound = phrase_maps(probs, (masked[..., None] * tokens).amax(dim=1, keepdim=True))[:, 0]
-        has = b["has_mask"].to(probs.dtype) * (masked * there).amax(dim=-1)
-        binding = (mass_outside(bound, b["mask"]) * has).sum() / has.sum().clamp_min(1)
-        return binding + self.overlap_weight * overlap(maps, there).mean()
+from silentbad.settings.types import Count, Decay, NotNegative, Strength
 
 
 def and_target(base: torch.Tensor, conditional: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -204,33 +133,3 @@ class AndDistillation:
 
     def load_state_dict(self, state: dict) -> None:
         self.teacher.load_state_dict(state["teacher"])
-
-
-class L2SP:
-    """1/2 ||theta - theta_0||^2 over the trained parameters (1802.01483); theta_0 in their own
-    precision."""
-
-    layer = staticmethod(last_layer)
-
-    def __init__(self, unet, facts: RunFacts, *, weight: NotNegative = 0.01):
-        self.weight = weight
-        self.start = [p.detach().clone() for p in unet.parameters() if p.requires_grad]
-
-    def __call__(self, now: MicroStep) -> torch.Tensor:
-        trained = (p for p in now.model.parameters() if p.requires_grad)
-        pairs = zip(trained, self.start, strict=True)
-        return 0.5 * torch.stack([(p - p0).square().sum() for p, p0 in pairs]).sum()
-
-
-def gradient_norm(
-    loss: torch.Tensor, extra: torch.Tensor, layer: torch.Tensor | None, *, ceiling: Positive = 10.0
-) -> torch.Tensor | float:
-    """||d loss / d W|| / ||d extra / d W|| at one layer W, within [0, ceiling] (the adaptive weight
-    of 2012.09841)."""
-    if layer is None:
-        return 1.0
-    norms = []
-    for term in (loss, extra):
-        (grad,) = torch.autograd.grad(term, layer, retain_graph=True, allow_unused=True)
-        norms.append(torch.zeros((), device=layer.device) if grad is None else grad.float().norm())
-    return (norms[0] / (norms[1] + 1e-4)).clamp(0, ceiling).detach()

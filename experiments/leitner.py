@@ -1,4 +1,6 @@
-"""Leitner's boxes: elements that are recalled are shown less often."""
+"""Leitner's boxes: elements that are recalled are shown less often. Measured: no reported arm.
+
+Needs `--memory.phrase_memory.enabled true`, which measures what is recalled."""
 
 import numpy as np
 

@@ -35,7 +35,7 @@ from silentbad.settings.control import BetweenConfig
 
 # A rule maps the statistics of a source and of the elements to raw factors (G,) on that source's
 # gradient, on any positive scale: the level sets their quadratic mean. Non-finite entries count as
-# neutral. The rules are in `silentbad.experiments.layer_rules`.
+# neutral. The rules are those of SOURCE_RULES (`gradient_control.py`), or your own.
 SourceRule = Callable[..., Tensor]
 
 
