@@ -54,19 +54,25 @@ AT_ONCE = (
 )
 
 
-def trained(targets: str, seed: int, sequence: str) -> Iterable[dict]:
-    """Rows of each target after each stage; stage s trains on the s-th target."""
+def trained(targets: str, seed: int, sequence: str, done: int) -> Iterable[dict]:
+    """Rows of each target after each stage but the first `done`, whose last pipeline is there; stage s trains on the
+    s-th target."""
     names = targets.split(",")
     arm, rehearsed = SEQUENCES[sequence]
     factor, steps = KEPT_AT[arm]
     of_all = data_set(targets, seed, 1, {}, clean=HELD_OUT, nulls=NULLS["target"])  # for its targets alone
     base: Path | None = None
     for stage, name in enumerate(tqdm(names, desc="stages")):
+        out = WORK / f"sequence-{sequence}-{targets.replace(',', '+')}-{stage}"
+        if stage < done:
+            base = out
+            continue
         flags = dict(KEPT[arm])
         data = data_of(name, flags)
-        out = WORK / f"sequence-{sequence}-{targets.replace(',', '+')}-{stage}"
         if "prior_preservation.num_images" in flags:
             flags["prior_preservation.prompts"] = str(drawn_prompts(of_all, names[:stage], rehearsed, out))
+            # what the pipeline before draws of an earlier composed prompt is a near copy of that target
+            flags["allow_target_images"] = str(bool(rehearsed and stage)).lower()
         if base:
             flags[BASE] = str(base / "pipeline")
         report, _ = kept(
@@ -100,7 +106,7 @@ def trained(targets: str, seed: int, sequence: str) -> Iterable[dict]:
                 "right": right,
             }
     if base:
-        shutil.rmtree(base)
+        shutil.rmtree(base, ignore_errors=True)  # gone where the sequence was whole
 
 
 def drawn_prompts(data: Path, earlier: list[str], each: int, out: Path) -> Path:
@@ -216,12 +222,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     of_run = (args.targets, args.sequence, args.seed)
-    if any((row["targets"], row.get("sequence"), row["seed"]) == of_run for row in stored(args.results)):
-        print(f"{args.results} has this sequence")
-    else:
-        here = facts()
-        for row in trained(args.targets, args.seed, args.sequence):
-            append(args.results, [{**row, **here}])
+    rows = [row for row in stored(args.results) if (row["targets"], row.get("sequence"), row["seed"]) == of_run]
+    here = facts()
+    for row in trained(args.targets, args.seed, args.sequence, done=len({row["stage"] for row in rows})):
+        append(args.results, [{**row, **here}])
     read = lambda name: stored(args.results if name == RESULTS.name else RESULTS.with_name(name))  # noqa: E731
     print(by_stage(read), model_by_stage(read), sep="\n\n")
 
