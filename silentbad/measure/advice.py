@@ -20,7 +20,10 @@ Parts = Mapping[int, Sequence[Part]]
 
 def to_try(record: Record, parts: Parts) -> list[str]:
     """What to try, each with its reason."""
-    missing = {j: missing_of(of_target) for j, of_target in parts.items()}
+    missing = {
+        j: [part for part in missing_of(of_target) if not part.reached]
+        for j, of_target in parts.items()
+    }
     lines = (
         _more_steps(record, missing),
         _more_room(record, parts),

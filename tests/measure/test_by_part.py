@@ -265,6 +265,10 @@ def test_more_steps_are_advised_where_a_missing_part_still_rises():
     assert advice(base, entry(400, LATER, unrelated=GREY)) is None  # no curve
     uneven = walls(0.9, 0.1, 0.9, 0.1, 0.1, 0.1, 0.1, 0.6)
     assert advice(base, entry(300, EARLIER), entry(400, uneven, unrelated=GREY)) is None  # one image jumps
+    # it reaches its threshold already, where the detector cannot tell
+    high = [entry(300, walls(*[0.7] * 8)), entry(400, walls(*[0.8] * 8), unrelated=GREY)]
+    told = record_of(*high, ranges=ranges(True, True, False)).verdict.to_try
+    assert [line.split(":")[0] for line in told] == ["a larger element, or another base"]
     audited = entry(2, LATER, label="audited pipeline", unrelated=GREY)
     assert advice(entry(0, GREY, label="baseline"), entry(1, EARLIER, label="extrapolated by 2"), audited) is None
 

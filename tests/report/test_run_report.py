@@ -293,13 +293,9 @@ def test_a_placebo_run_is_taken_off_a_finished_one(run, slow, tmp_path, capsys):
     record, other = (Record.load(folder / "validation.json") for folder in (finished, placebo))
     rates = [[t.rate for t in r.history[-1].raw.targets.values()] for r in (record, other)]
     assert record.placebo.difference == pytest.approx(np.mean(rates[0]) - np.mean(rates[1])) and rates[0] != rates[1]
-    verdict, *advice, kept = capsys.readouterr().out.splitlines()[-5:]
+    verdict, *advice, kept = capsys.readouterr().out.splitlines()[-3:]
     assert "Training on placebo data" in verdict and kept.startswith("Kept: ")
-    assert [line.split(":")[0] for line in advice] == [
-        "Try more steps",
-        "Try another base",
-        "Try a phrase for each thing",
-    ]
+    assert [line.split(":")[0] for line in advice] == ["Try another base"]
     first, usual = (sections.tiles(RecordedRun(each), "raw")[0] for each in (finished, run))
     assert first.name.startswith("headline") and first.interval == record.placebo.interval
     assert first.value == record.placebo.difference and not usual.name.startswith("headline")
