@@ -3,6 +3,7 @@ thing each. `prepare`, targets.jsonl and metadata are judged here."""
 
 import unicodedata
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 import numpy as np
 from PIL import Image, ImageChops
@@ -65,19 +66,13 @@ def cut_apart(
 
 def faults(phrases: Sequence[str], masks: Masks, rest: bool = False) -> Iterator[str]:
     """What is wrong with the masks of one picture; `rest`: each is of a thing."""
-    regions = {
-        name: region(mask)
-        for name, mask in zip(map(brief, phrases), masks, strict=False)
-        if mask is not None
-    }
+    yield from same(phrases, masks)
+    regions = regions_of(phrases, masks)
     taken = np.zeros_like(next(iter(regions.values()), np.zeros((1, 1), bool)))
     around: str | None = None  # the mask that covers the edges
     before: dict[str, np.ndarray] = {}
     for name, covered in regions.items():
         nested = [other for other in before if shared(before[other], covered) > NESTED]
-        for other in nested:
-            if (before[other] & covered).sum() > SAME * (before[other] | covered).sum():
-                yield f"the masks of {other} and {name} are the same; give each thing its own"
         is_around = frame(covered) > FRAME
         if is_around and (rest or around):
             both = "as a backdrop does" if around is None else f"and so does that of {around}"
@@ -97,6 +92,13 @@ def faults(phrases: Sequence[str], masks: Masks, rest: bool = False) -> Iterator
         before[name] = covered
 
 
+def same(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
+    """A line on each two masks that are the same."""
+    for (name, covered), (other, too) in combinations(regions_of(phrases, masks).items(), 2):
+        if (covered & too).sum() > SAME * (covered | too).sum():
+            yield f"the masks of {name} and {other} are the same; give each thing its own"
+
+
 def overlaps(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
     """A line on each two masks of which one lies in the other, to a part or whole."""
     regions = [None if mask is None else region(mask) for mask in masks]
@@ -105,6 +107,12 @@ def overlaps(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
             if covered is not None and other is not None and shared(other, covered) > NESTED:
                 share = f"{shared(other, covered):.0%} of the smaller one"
                 yield f"{brief(phrases[k])} shares {share} with the mask of {brief(phrases[j])}"
+
+
+def regions_of(phrases: Sequence[str], masks: Masks) -> dict[str, np.ndarray]:
+    """Where each mask (H,W) is white, by phrase; without those that are None."""
+    named = zip(map(brief, phrases), masks, strict=False)
+    return {name: region(mask) for name, mask in named if mask is not None}
 
 
 def region(mask: Image.Image) -> np.ndarray:

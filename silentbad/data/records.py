@@ -22,7 +22,7 @@ from PIL import Image
 from silentbad.data import images
 from silentbad.data.elements import DataInfo
 from silentbad.data.formats import row_source, source
-from silentbad.data.picture_parts import check_phrases, faults, overlaps
+from silentbad.data.picture_parts import check_phrases, same
 from silentbad.data.schema import ROLES
 from silentbad.data.table import (
     BLOCK,
@@ -216,7 +216,7 @@ class Records:
 
     def check_parts(self) -> list[str]:
         """Refuse elements of one target that have the same phrase; return a line on each mask that
-        is another one's too, or covers it: of the first record of each element.
+        is another one's too: of the first record of each element.
 
         A table is checked once."""
         key = hashlib.sha256(self.key.encode()).hexdigest()[:32]
@@ -230,7 +230,7 @@ class Records:
             check_phrases([info.phrase[i] for i in elements if info.phrase[i]], where)
             masks = [self.open(row, picture=False)[2] for row in named.values()]
             if len({mask.size for mask in masks if mask is not None}) == 1:
-                for line in (*faults([*named], masks), *overlaps([*named], masks)):
+                for line in same([*named], masks):  # of other pictures: they may lie in another
                     yield f"{where}: {line}"
 
     def refuse_random_windows(self) -> None:
