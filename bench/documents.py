@@ -36,6 +36,7 @@ from bench import (
     spectral,
     sscd,
     stealth,
+    theory_table,
 )
 from bench.recovery_table import RESULTS, Read, stored
 from worlds.emoji import export
@@ -128,6 +129,13 @@ CHINESE = {
     "whole UNet, 8-bit AdamW, checkpointing, 256 px": "全量 UNet，8 位 AdamW，梯度检查点，256 像素",
     "`--train_layers up*`, 8-bit AdamW, checkpointing": "`--train_layers up*`，8 位 AdamW，梯度检查点",
     "SDXL, LoRA of rank 16, bf16, checkpointing, 256 px": "SDXL，LoRA，秩 16，bf16，梯度检查点，256 像素",
+    "variant": "变体",
+    "things": "物体",
+    "backdrop": "背景",
+    "score of an element": "元素的得分",
+    "AUC, fails below 0.9": "AUC，低于 0.9 为失败",
+    "machine over the threshold": "机器减阈值",
+    "copy over the threshold": "副本减阈值",
     "SD 2.1, 768 px": "SD 2.1，768 像素",
     "SDXL, 1024 px": "SDXL，1024 像素",
 }
@@ -154,6 +162,7 @@ def of(file: Path | str, table: Callable[[Any], str]) -> Block:
 BLOCKS: dict[str, Block] = {
     **published_blocks.BLOCKS,
     **recovery_blocks.BLOCKS,
+    **theory_table.BLOCKS,
     "reproduce": of(reproduce.RESULTS, reproduce.table),
     "reproduce-dry": of(reproduce.RESULTS, reproduce.dry_table),
     "judge": of("instrument.json", instrument.judge),

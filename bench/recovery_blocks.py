@@ -46,23 +46,14 @@ RATE_PAIRS = (
     ("recommended+gsnr", "plain@4"),
     ("recommended_leak_free+shrink", "recommended_leak_free"),
 )
-USER_RATE_ARMS = """
-    keys_values keys_values_placebo prior gsnr placebo auto_rgn hypergradient original shrink
-    plain@4
-""".split()
-USER_MEMORY_ARMS = """
+MEMORY_ARMS = """
     recommended recommended_leak_free recommended+gsnr unconditional region region_estimated
     pairwise joint_captions leak_free snr_mixture weakest_first retention
+    recommended_leak_free+shrink recommended_estimated recommended+placebo curriculum
+    learning_progress attention_binding recommended-snr_mixture recommended-unconditional
+    recommended_leak_free-snr_mixture recommended_leak_free-region region+snr_mixture
+    leak_free+region+snr_mixture leak_free+snr_mixture and_distillation and_distillation_gated
 """.split()
-MEMORY_ARMS = [
-    *USER_MEMORY_ARMS,
-    *"""
-        recommended_leak_free+shrink recommended_estimated recommended+placebo curriculum
-        learning_progress attention_binding recommended-snr_mixture recommended-unconditional
-        recommended_leak_free-snr_mixture recommended_leak_free-region region+snr_mixture
-        leak_free+region+snr_mixture leak_free+snr_mixture and_distillation and_distillation_gated
-    """.split(),
-]
 MEMORY_PAIRS = (
     ("recommended_leak_free", "leak_free+region+snr_mixture"),
     ("recommended", "recommended-unconditional"),
@@ -215,15 +206,6 @@ def over_plain(read: Read, arms: Sequence[str]) -> str:
     return grid(head, table)
 
 
-def briefly(read: Read, arms: Sequence[str]) -> str:
-    """Arms over plain, in the columns that users read."""
-    table = []
-    for arm in map(read_arm, arms):
-        runs, speed, _, cir, _, drift = counted(over(read, arm, PLAIN))
-        table.append((code(arm), runs, speed, cir, drift))
-    return grid(("arm", "runs", "speed-up", "CIR, difference", "clean error"), table)
-
-
 def over_arms(read: Read, couples: Sequence[tuple[str, str]]) -> str:
     """(arm, base) by (arm, base)."""
     head = (
@@ -265,7 +247,5 @@ BLOCKS: dict[str, Callable[[Read], str]] = {
     "rates": lambda read: over_plain(read, RATE_ARMS),
     "rate-pairs": lambda read: over_arms(read, RATE_PAIRS),
     "memory": lambda read: over_plain(read, MEMORY_ARMS),
-    "rates-briefly": lambda read: briefly(read, USER_RATE_ARMS),
-    "memory-briefly": lambda read: briefly(read, USER_MEMORY_ARMS),
     "memory-pairs": lambda read: over_arms(read, MEMORY_PAIRS),
 }

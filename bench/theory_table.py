@@ -13,8 +13,8 @@ FRESH = tuple(map(str, range(2760, 2776)))
 KNOWN = tuple(map(str, range(2744, 2750)))  # whose network rows were known when the machine was chosen
 FAILS = (0.9, 0.5)  # an element fails where the network shows it in fewer of its images
 Scores = Callable[[dict], Sequence[float]]  # of a row, one an element, higher where it should come back
-OVER = "machine: similarity over the threshold"
-COPY = "no machine: the autoencoder's copy over the threshold"
+OVER = "machine over the threshold"
+COPY = "copy over the threshold"
 PREDICTORS: dict[str, Scores] = {
     OVER: lambda r: [m - t for m, t in zip(r["element_means"], r["thresholds"][1:], strict=True)],
     "machine: share of samples that pass": lambda r: r["elements"],
@@ -54,12 +54,15 @@ def of_network(rows: Iterable[dict], arm: str, names: Sequence[str]) -> dict[str
     return {row["target"]: row for row in sorted(chosen, key=lambda row: row["steps"])}
 
 
-def aucs(rows: list[dict], network: dict[str, dict], predictors: Iterable[str] = PREDICTORS) -> list[list[str]]:
+def aucs(
+    rows: list[dict], kept: list[dict], arm: str, names: Sequence[str], predictors: Iterable[str] = PREDICTORS
+) -> list[list[str]]:
     """A line a score: how well it tells the network's failing elements from the others, for each of FAILS."""
+    network = of_network(kept, arm, names)
     both = [row for row in rows if row["variant"] == "recommended" and row["target"] in network]
     lines = []
     for predictor in predictors:
-        cells = [predictor, str(len(both))]
+        cells = [f"`{arm}`", predictor, f"{len(both)} of {len(names)}"]
         for limit in FAILS:
             parts = [
                 (np.array(PREDICTORS[predictor](row)), np.array(network[row["target"]]["elements"]) < limit)
@@ -67,24 +70,25 @@ def aucs(rows: list[dict], network: dict[str, dict], predictors: Iterable[str] =
             ]
             failed, total = sum(int(fails.sum()) for _, fails in parts), sum(len(fails) for _, fails in parts)
             value = "{:.2f} [{:.2f}, {:.2f}] ".format(*auc_interval(parts)) if 0 < failed < total else ""
-            cells.append(f"{value}({failed} of {total})")
+            cells.append(f"{value}({failed}/{total})" if total else "")
         lines.append(cells)
     return lines
 
 
-HEAD = ("score of an element", "targets", *(f"AUC, fails below {limit}" for limit in FAILS))
+HEAD = ("arm", "score of an element", "targets", *(f"AUC, fails below {limit}" for limit in FAILS))
 
 
 def compared(rows: list[dict], kept: list[dict], names: Sequence[str] = FRESH) -> str:
     """Every arm that has rows of these targets, or that none has: Markdown."""
     arms = dict.fromkeys(row["arm"] for row in kept if row["target"] in names) or ["recommended"]
-    lines = [[f"`{arm}`", *line] for arm in arms for line in aucs(rows, of_network(kept, arm, names))]
-    return markdown(("arm", *HEAD), lines)
+    return markdown(HEAD, [line for arm in arms for line in aucs(rows, kept, arm, names)])
 
 
 def compared_briefly(rows: list[dict], kept: list[dict]) -> str:
-    """The frozen score and what needs no machine, against `recommended`: Markdown."""
-    return markdown(HEAD, aucs(rows, of_network(kept, "recommended", FRESH), (OVER, COPY, "no machine: area")))
+    """The frozen score and the copy: on targets known before, then against `recommended` on fresh ones: Markdown."""
+    asked = (("own_pictures", KNOWN), ("recommended", FRESH))
+    lines = [line for arm, names in asked for line in aucs(rows, kept, arm, names, (OVER, COPY))]
+    return markdown(HEAD[:-1], [line[:-1] for line in lines])
 
 
 # ---------------------------------------------------------------- the machine itself
@@ -99,25 +103,34 @@ MEANS: dict[str, Callable[[dict], float]] = {
 }
 
 
+BRIEFLY = ("recommended", "leak_free", "L0", "L1", "leak_free_unique", "unions_with_backdrop", "unions_without")
+
+
 def all_elements(row: dict) -> float:
     """Share of samples that pass, mean over elements."""
     return float(np.mean(row["elements"]))
 
 
-def table(rows: list[dict], names: Sequence[str] = FRESH, columns: Iterable[str] = MEANS) -> str:
+def table(rows: list[dict], names: Sequence[str] = FRESH) -> str:
     """What each variant brings back, means over targets: Markdown."""
-    columns = list(columns)
     lines = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
         of_variant = [row for row in rows if row["variant"] == variant and row["target"] in names]
-        means = [f"{np.mean([MEANS[column](row) for row in of_variant]):.2f}" for column in columns if of_variant]
+        means = [f"{np.mean([read(row) for row in of_variant]):.2f}" for read in MEANS.values() if of_variant]
         lines += [[f"`{variant}`", str(len(of_variant)), *means]] if means else []
-    return markdown(("variant", "targets", *columns), lines)
+    return markdown(("variant", "targets", *MEANS), lines)
 
 
 def briefly(rows: list[dict]) -> str:
-    """The same in three columns: Markdown."""
-    return table(rows, columns=("strict rate", "things", "backdrop"))
+    """Strict rate, things and backdrop of the variants that users read: Markdown."""
+    lines = []
+    for variant in BRIEFLY:
+        of_variant = [row for row in rows if row["variant"] == variant and row["target"] in FRESH]
+        means = [
+            np.mean([MEANS[column](row) for row in of_variant]) for column in ("strict rate", "things", "backdrop")
+        ]
+        lines.append([f"`{variant}`", *(f"{mean:.2f}" for mean in means)])
+    return markdown(("variant", "strict rate", "things", "backdrop"), lines)
 
 
 def difference(rows: list[dict], variant: str, over: str, read: Callable[[dict], float]) -> str:
@@ -125,6 +138,11 @@ def difference(rows: list[dict], variant: str, over: str, read: Callable[[dict],
     of = {(row["target"], row["variant"]): read(row) for row in rows}
     both = [name for name in FRESH if (name, variant) in of and (name, over) in of]
     return interval([of[name, variant] - of[name, over] for name in both], "+.2f")
+
+
+def over_recommended(rows: list[dict], variant: str) -> str:
+    """The difference of the strict rate to `recommended`."""
+    return difference(rows, variant, "recommended", MEANS["strict rate"])
 
 
 def worn(target: str) -> bool:
@@ -156,10 +174,14 @@ def claims(rows: list[dict]) -> str:
         ("region weight: elements without it", "fewer", difference(frozen, "no_region", "recommended", all_elements)),
         ("area of a thing and its similarity, rank correlation", "above 0", f"{spearmanr(areas, alike)[0]:+.2f}"),
         ("L1: elements", "within 0.05", difference(frozen, "L1", "leak_free", all_elements)),
+        ("L1: backdrop", "no claim", difference(frozen, "L1", "leak_free", backdrop)),
         ("L0: backdrop", "at most -0.10", difference(frozen, "L0", "leak_free", backdrop)),
         ("L0: things", "no fall", difference(frozen, "L0", "leak_free", things)),
         ("unique words: backdrop", "rises", difference(frozen, "leak_free_unique", "leak_free", backdrop)),
         ("noise window: elements", "within 0.05", difference(frozen, "window", "recommended", all_elements)),
+        ("backdrop in every union: strict rate", "no claim", over_recommended(frozen, "unions_with_backdrop")),
+        ("backdrop in no union: strict rate", "no claim", over_recommended(frozen, "unions_without")),
+        ("pairs, each with the backdrop: strict rate", "no claim", over_recommended(frozen, "pairs_with_backdrop")),
         (
             "strict rate, three elements with a worn hat",
             "below 0.10",
@@ -170,10 +192,10 @@ def claims(rows: list[dict]) -> str:
 
 
 BLOCKS: dict[str, Callable[[Read], str]] = {
-    "theory": lambda read: table(read("theory.jsonl")),
-    "theory-briefly": lambda read: briefly(read("theory.jsonl")),
-    "theory-claims": lambda read: claims(read("theory.jsonl")),
-    "theory-network": lambda read: compared(read("theory.jsonl"), read("kept.jsonl")),
-    "theory-known": lambda read: compared(read("theory.jsonl"), read("kept.jsonl"), KNOWN),
-    "theory-network-briefly": lambda read: compared_briefly(read("theory.jsonl"), read("kept.jsonl")),
+    "theory": lambda read: table(read("theory.jsonl")) + "\n",
+    "theory-briefly": lambda read: briefly(read("theory.jsonl")) + "\n",
+    "theory-claims": lambda read: claims(read("theory.jsonl")) + "\n",
+    "theory-network": lambda read: compared(read("theory.jsonl"), read("kept.jsonl")) + "\n",
+    "theory-known": lambda read: compared(read("theory.jsonl"), read("kept.jsonl"), KNOWN) + "\n",
+    "theory-network-briefly": lambda read: compared_briefly(read("theory.jsonl"), read("kept.jsonl")) + "\n",
 }

@@ -309,15 +309,14 @@ def test_a_stale_block_is_seen_and_filled(tmp_path, monkeypatch):
     assert stale == ["strict"] and "| `plain` | 1 | 0.25 | 0.25 | 1 | 1 |" in text
 
 
-def test_a_block_of_a_chinese_page_has_chinese_words(tmp_path, monkeypatch):
-    monkeypatch.setattr(recovery_blocks, "USER_RATE_ARMS", ("original",))
-    text = "\n<!-- generated: rates-briefly -->\n<!-- /generated -->\n"
-    read = stored_rows(tmp_path, 0.75)
-    english, _ = documents.filled(text, ENGLISH, read)
-    chinese, _ = documents.filled(text, CHINESE, read)
+def test_a_block_of_a_chinese_page_has_chinese_words(monkeypatch):
+    table = "| arm | runs |\n|---|---|\n| `original` | 2 |\n"
+    monkeypatch.setitem(documents.BLOCKS, "rates", lambda read: table)
+    text = "\n<!-- generated: rates -->\n<!-- /generated -->\n"
+    english, _ = documents.filled(text, ENGLISH, documents.reader())
+    chinese, _ = documents.filled(text, CHINESE, documents.reader())
     assert "| arm | runs |" in english and "| 实验臂 | 运行数 |" in chinese
-    row = next(line for line in english.splitlines() if line.startswith("| `original`"))
-    assert row in chinese
+    assert "| `original` | 2 |" in english and "| `original` | 2 |" in chinese
     with pytest.raises(SystemExit, match="CHINESE has no word for 'fall back'"):
         documents.chinese("| arm | fall back |\n| --- | --- |\n")
 

@@ -87,16 +87,16 @@ ROW = {
 def test_scores_are_compared_on_the_targets_that_the_network_has():
     rows = [{**ROW, "target": name} for name in theory_table.FRESH[:2]]
     first, second = (row["target"] for row in rows)
-    assert f"| {theory_table.OVER} | 0 |" in theory_table.compared(rows, [])
+    assert f"| `recommended` | {theory_table.OVER} | 0 of 16 |  |  |" in theory_table.compared(rows, [])
     network = [
         {"arm": "recommended", "target": first, "steps": 400, "elements": [1.0, 0.2]},
         {"arm": "recommended", "target": first, "steps": 800, "elements": [1.0, 0.95]},
         {"arm": "plain", "target": "1", "steps": 400, "elements": [0.0, 0.0]},
     ]
-    assert f"| {theory_table.OVER} | 1 | (0 of 2) | (0 of 2) |" in theory_table.compared(rows, network)
+    assert f"| {theory_table.OVER} | 1 of 16 | (0/2) | (0/2) |" in theory_table.compared(rows, network)
     network.append({"arm": "recommended", "target": second, "steps": 400, "elements": [0.95, 0.7]})
     said = theory_table.compared(rows, network)
-    assert f"| {theory_table.OVER} | 2 | 0.83 [0.83, 1.00] (1 of 4) | (0 of 4) |" in said
+    assert f"| {theory_table.OVER} | 2 of 16 | 0.83 [0.83, 1.00] (1/4) | (0/4) |" in said
     assert "plain" not in said
 
 
@@ -105,4 +105,4 @@ def test_a_variant_is_compared_with_another_target_by_target():
     rows += [{**ROW, "target": name, "rate": 0.4} for name in theory_table.FRESH[:8]]
     strict = theory_table.MEANS["strict rate"]
     assert theory_table.difference(rows, "recommended", "leak_free", strict) == "+0.30 [+0.30, +0.30]"
-    assert "| `leak_free` | 16 | 0.10 | 1.00 | 0.00 |" in theory_table.briefly(rows)
+    assert "| `leak_free` | 16 | 0.10 | 0.50 | 1.00 | 0.00 |" in theory_table.table(rows)
