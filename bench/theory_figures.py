@@ -1,4 +1,4 @@
-"""The pictures of docs/theory.md, into docs/images: `python -m bench.theory_figures [--targets "2744;2745"]`.
+"""The pictures of docs/theory.md, into docs/images: `python -m bench.theory_figures [--targets "2760;2761"]`.
 
 theory-samples.png   the machine's samples beside the network's, a line a target
 theory-winners.png   from which pictures each place takes, along the sampling of one image
@@ -19,7 +19,7 @@ from torch import Tensor
 from bench.kept import RESULTS as KEPT
 from bench.recovery import ROOT
 from bench.theory import SIDE, VARIANTS, Data, Machine, decode
-from bench.theory_table import KNOWN
+from bench.theory_table import FRESH
 from silentbad.data.images import to_pil
 from silentbad.report.charts import COLOURS
 
@@ -141,8 +141,8 @@ def tests(target: str) -> Image.Image:
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default=";".join(KNOWN), help="separated by ';'")
-    parser.add_argument("--arm", default="own_pictures", help="whose images stand beside the machine's")
+    parser.add_argument("--targets", default=";".join(FRESH[:6]), help="separated by ';'")
+    parser.add_argument("--arm", default="recommended", help="whose images stand beside the machine's")
     parser.add_argument("--one", default="103", help="the target of the two other pictures")
     parser.add_argument("--out", type=Path, default=IMAGES)
     args = parser.parse_args(argv)

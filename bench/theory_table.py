@@ -79,8 +79,9 @@ HEAD = ("arm", "score of an element", "targets", *(f"AUC, fails below {limit}" f
 
 
 def compared(rows: list[dict], kept: list[dict], names: Sequence[str] = FRESH) -> str:
-    """Every arm that has rows of these targets, or that none has: Markdown."""
-    arms = dict.fromkeys(row["arm"] for row in kept if row["target"] in names) or ["recommended"]
+    """Every arm that has rows of half of these targets, or `recommended` where none has: Markdown."""
+    trained = dict.fromkeys(row["arm"] for row in kept if row["arm"] != "base")
+    arms = [arm for arm in trained if len(of_network(kept, arm, names)) >= len(names) / 2] or ["recommended"]
     return markdown(HEAD, [line for arm in arms for line in aucs(rows, kept, arm, names)])
 
 
