@@ -1,10 +1,12 @@
 """Files that the project writes itself: whole or not at all, recognised again, and never someone
 else's."""
 
+import difflib
 import hashlib
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,22 +115,51 @@ def names_folder(path: str) -> bool:
     return os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1
 
 
+def no_file(path: str | os.PathLike, what: str = "file") -> str:
+    """The line on a file or folder that is not there, with the nearest name that is: another
+    system's separators and case first."""
+    written = os.fspath(path)
+    folder, name = os.path.split(written.replace("\\", "/"))
+    places: dict[str, str] = {}
+    for place in _same_folders(folder):
+        with suppress(OSError):
+            places |= {entry: os.path.join(place, entry) for entry in os.listdir(place)}
+    same = [entry for entry in places if entry.casefold() == name.casefold()]
+    near = same or difflib.get_close_matches(name, places, n=1, cutoff=0.75)
+    advice = f"; did you mean {places[near[0]]}?" if near else ""
+    return f"no {what} {written}{advice}"
+
+
+def _same_folders(folder: str) -> list[str]:
+    """A folder, or those of its name in other case."""
+    above, name = os.path.split(folder)
+    if os.path.isdir(folder or ".") or not name:
+        return [folder or "."]
+    with suppress(OSError):
+        return [
+            os.path.join(above, entry)
+            for entry in os.listdir(above or ".")
+            if entry.casefold() == name.casefold()
+        ]
+    return []
+
+
 def check_file(key: str, path: str, right: str = "") -> None:
     """Refuse a file that is not there; `right` says what it would hold."""
     if not os.path.isfile(path):
-        raise UserError(f"{key}: no file {path}{right and f'; {right}'}")
+        raise UserError(f"{key}: {no_file(path)}{right and f'; {right}'}")
 
 
 def check_folder(key: str, path: str) -> None:
     """Refuse a folder that is not there."""
     if not os.path.isdir(path):
-        raise UserError(f"{key}: no folder {path}")
+        raise UserError(f"{key}: {no_file(path, 'folder')}")
 
 
 def check_local(key: str, path: str, what: str = "folder") -> None:
     """Refuse what is not there and cannot be a Hub id either."""
     if not os.path.exists(path) and (names_folder(path) or "/" not in path):
-        raise UserError(f"{key}: no {what} {path}")
+        raise UserError(f"{key}: {no_file(path, what)}")
 
 
 def check_writable(path: Path, key: str, folder: bool = False) -> None:

@@ -1,13 +1,15 @@
-"""Readers of records: `row_source` chooses one. An image folder has metadata.jsonl or .csv, or
-NAME.txt beside each picture; `checked_row` completes a row.
+"""Readers of records: `row_source` chooses one, `folder_rows` reads all image folders;
+`checked_row` completes a row.
 
 Whatever is wrong is one line that names file and record. A scan reads folders without torch and
 datasets: neither is imported here."""
 
 import hashlib
+import itertools
 import os
+import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,14 @@ from silentbad.data.schema import (
     json_lines,
     refuse_misspelt,
     row,
+    text_lines,
 )
-from silentbad.errors import UserError, user_errors
+from silentbad.errors import UserError, brief, user_errors
 from silentbad.settings.data import DataSettings
 
+METADATA = ("metadata.jsonl", "metadata.csv")
+REPEATED = re.compile(r"([0-9]{1,4})_(.+)")  # sd-scripts' folders: repeats, what they show
+TABLE = re.compile(r"\.(json.?|csv|tsv|parquet)")  # suffixes of what may be meant as metadata
 KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id", "mask")
 PUBLISHED_FLAGS = (
     "seed",
@@ -43,19 +49,45 @@ PUBLISHED_FLAGS = (
 
 
 # ---------------------------------------------------------------- readers: each yields rows
-def folder_rows(root: Path) -> Iterator[dict]:
-    """Rows of a folder's metadata.jsonl or .csv, or of NAME.txt beside each picture."""
-    names = [name for name in ("metadata.jsonl", "metadata.csv") if (root / name).is_file()]
-    if not names:
-        yield from captioned_rows(root)
-        return
-    if len(names) == 2:
-        raise UserError(f"{root}: holds metadata.jsonl and metadata.csv; keep one of them")
-    path = images.inside(root, root / names[0], str(root))
-    for where, entry in (json_lines if path.suffix == ".jsonl" else csv_lines)(path):
+def folder_rows(root: Path, columns: Mapping[str, str] | None = None) -> Iterator[dict]:
+    """Rows of a folder: of its metadata.jsonl or .csv or of those in train/ (as the imagefolder of
+    datasets reads them), of pictures with captions beside them, or of folders N_name/ of pictures
+    (sd-scripts), each listed N times.
+
+    `columns` gives other names of metadata's file_name and text."""
+    for place in (root, root / "train"):
+        names = [name for name in METADATA if (place / name).is_file()]
+        if len(names) == 2:
+            raise UserError(f"{place}: holds metadata.jsonl and metadata.csv; keep one of them")
+        if names:
+            return metadata_rows(images.inside(root, place / names[0], str(root)), columns or {})
+    if columns:
+        key = "image_column" if "file_name" in columns else "caption_column"
+        raise UserError(f"{key}: {root} has no metadata.jsonl or metadata.csv")
+    with user_errors(f"cannot read {root}"):
+        folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
+    captions = captions_in(root, root)
+    if any(captions.values()):
+        return captioned_rows(captions)
+    repeated = [folder for folder in folders if REPEATED.fullmatch(folder.name)]
+    if not any(map(images.picture_files, repeated)):
+        raise UserError(f"{root}: no {' or '.join(METADATA)}, and {_what_is_there(root, folders)}")
+    return itertools.chain.from_iterable(repeated_rows(root, folder) for folder in repeated)
+
+
+def metadata_rows(path: Path, columns: Mapping[str, str]) -> Iterator[dict]:
+    """Rows of a metadata.jsonl or .csv, whose pictures lie in its folder."""
+    root = path.parent
+    file_name = columns.get("file_name", "file_name")
+    lines = json_lines(path) if path.suffix == ".jsonl" else csv_lines(path, file_name)
+    for where, entry in lines:
+        for key, column in columns.items():
+            if column not in entry:
+                raise UserError(f"{where}: no {column}; there are: {', '.join(entry)}")
+            entry[key] = entry.pop(column)
         refuse_misspelt(entry, KNOWN_KEYS, where)
         if "file_name" not in entry:
-            raise UserError(f"{where}: no file_name")
+            raise UserError(f"{where}: no file_name; --image_column takes another name")
         mask = entry.get("mask")
         yield row(
             where,
@@ -66,20 +98,59 @@ def folder_rows(root: Path) -> Iterator[dict]:
         )
 
 
-def captioned_rows(root: Path) -> Iterator[dict]:
-    """Clean rows of a folder of pictures, each with its caption in a text file of the same name."""
-    with user_errors(f"cannot read {root}"):
-        files = images.picture_files(root)
-    captions = {file: caption_beside(images.inside(root, file, str(root))) for file in files}
-    if not any(captions.values()):
-        raise UserError(
-            f"{root}: no metadata.jsonl or metadata.csv, no pictures with a caption in NAME.txt, "
-            "and no poisoning_images/ of the published layout"
-        )
+def captions_in(root: Path, folder: Path) -> dict[Path, str | None]:
+    """{picture of a folder below `root`: its caption in NAME.txt or NAME.caption}."""
+    with user_errors(f"cannot read {folder}"):
+        files = images.picture_files(folder)
+    return {file: caption_beside(images.inside(root, file, str(root))) for file in files}
+
+
+def captioned_rows(captions: Mapping[Path, str | None]) -> Iterator[dict]:
+    """Clean rows of pictures, all of which must have a caption."""
     for file, text in captions.items():
         if text is None:
             raise UserError(f"{file}: no caption; write it into {file.with_suffix('.txt').name}")
         yield row(str(file), file, text)
+
+
+def repeated_rows(root: Path, folder: Path) -> Iterator[dict]:
+    """Clean rows of a folder N_name/, N times; `name` is the caption where no picture has one."""
+    times, name = REPEATED.fullmatch(folder.name).groups()  # type: ignore[union-attr]
+    captions = captions_in(root, folder)
+    if not any(captions.values()):
+        captions = dict.fromkeys(captions, name)
+    rows = [*captioned_rows(captions)]
+    return itertools.chain.from_iterable([rows] * int(times))
+
+
+def _what_is_there(root: Path, folders: list[Path]) -> str:
+    """Of a folder that cannot be read: what in it comes nearest, and what would make it right."""
+    tables = [file for file in sorted(root.iterdir()) if TABLE.fullmatch(file.suffix.lower())]
+    tables = [file for file in tables if file.stem not in ("targets", "redraws")]
+    pictures = images.picture_files(root)
+    beside = {picture.stem for picture in pictures}
+    for file in tables:
+        if file.stem in beside:
+            return f"captions are read from NAME.txt or NAME.caption, not from {file.name}"
+        if file.suffix.lower() == ".csv":
+            header = next(iter(text_lines(file)), "")
+            right = "name it metadata.csv; --image_column and --caption_column choose its columns"
+            return f"{file.name} is there, with columns {brief(header)}; {right}"
+        return f"{file.name} is there; write metadata.jsonl, one JSON object a line"
+    for folder in folders:
+        if any((folder / name).is_file() for name in METADATA):
+            return f"{folder.name}/ has; give {folder}"
+        if any(captions_in(root, folder).values()):
+            return f"{folder.name}/ holds pictures with captions; give {folder}, or name it 1_NAME"
+    if holding := next(filter(images.picture_files, folders), None):
+        return (
+            f"no captions beside the pictures of {holding.name}/; write NAME.txt beside each and "
+            f"give {holding}, or name it 1_CAPTION"
+        )
+    return (
+        f"no {'caption in NAME.txt beside a picture' if pictures else 'pictures'}, no N_name/, and "
+        "no poisoning_images/ of the published layout"
+    )
 
 
 # ---------------------------------------------------------------- the reader of a data set
@@ -101,12 +172,16 @@ def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[di
     root = Path(name)
     if not os.path.isdir(root):
         raise UserError(f"train_data_dir: no folder {root}")
+    names = {"file_name": config.image_column, "text": config.caption_column}
+    columns = {key: column for key, column in names.items() if column is not None}
     if not is_published(root):
         if clean:
             wrong = "is not of the published layout; list clean records in its metadata"
             raise UserError(f"clean_data_dir: {root} {wrong}")
-        return name, folder_key(root), lambda: folder_rows(root)
-    for also in ("metadata.jsonl", "metadata.csv"):
+        return name, folder_key(root, columns), lambda: folder_rows(root, columns)
+    if columns:
+        raise UserError(f"image_column, caption_column: {root} is of the published layout")
+    for also in METADATA:
         if (root / also).is_file():
             wrong = f"holds poisoning_images/ and {also}; keep one of the two layouts"
             raise UserError(f"train_data_dir: {root} {wrong}")
@@ -171,6 +246,7 @@ def checked_row(unchecked: dict) -> dict:
         "mask_content": mask_content,
         "thumb": images.thumbnails(image),
         "size": list(image.size),
+        "remark": image.info["remark"],
     }
     return unchecked | fields | picture_fields
 

@@ -9,10 +9,11 @@ import datasets
 
 from silentbad import hub
 from silentbad.data.schema import element_fields, row
-from silentbad.errors import UserError, iterate_reader
-from silentbad.files import is_utf8
+from silentbad.errors import UserError, iterate_reader, user_errors
+from silentbad.files import check_file, is_utf8
 from silentbad.settings.data import DataSettings
 
+FILES = {".parquet": "parquet", ".arrow": "arrow"}  # a data set in one file -> its builder
 SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk writes
 
 
@@ -30,6 +31,8 @@ def quietly() -> Iterator[None]:
 def hub_table(config: DataSettings) -> datasets.Dataset:
     """The train split of `dataset_name`; its fingerprint changes with the data set's revision."""
     name = config.dataset_name or ""
+    if Path(name).suffix in FILES or os.path.isfile(name):
+        return _of_file(name, config)
     with hub.fetching(name, f"dataset_name {name}: cannot load it"), quietly():
         if any(os.path.isfile(os.path.join(name, file)) for file in SAVED):
             held = datasets.load_from_disk(name)
@@ -37,6 +40,24 @@ def hub_table(config: DataSettings) -> datasets.Dataset:
         return datasets.load_dataset(
             name, config.dataset_config_name, split="train", cache_dir=config.cache_dir
         )
+
+
+def _of_file(name: str, config: DataSettings) -> datasets.Dataset:
+    """The table of a Parquet or Arrow file, whose pictures are {"bytes", "path"}."""
+    check_file("dataset_name", name)
+    builder = FILES.get(Path(name).suffix)
+    if builder is None:
+        right = "give a folder, a .parquet or .arrow file, or the name of a Hub data set"
+        raise UserError(f"dataset_name: {name} is a file of another kind; {right}")
+    with user_errors(f"dataset_name {name}: cannot load it"), quietly():
+        table = datasets.load_dataset(
+            builder, data_files=name, split="train", cache_dir=config.cache_dir
+        )
+    image = config.image_column or "image"
+    held = table.features.get(image)
+    if isinstance(held, dict) and held.keys() == {"bytes", "path"}:
+        table = table.cast_column(image, datasets.Image(decode=False))
+    return table
 
 
 def hub_rows(table: datasets.Dataset, config: DataSettings) -> Iterator[dict]:

@@ -11,7 +11,7 @@ import io
 import os
 import unicodedata
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from PIL import (
 )
 
 from silentbad.errors import UserError, brief, first_line, user_errors, warn
-from silentbad.files import is_lfs_pointer, is_utf8
+from silentbad.files import is_lfs_pointer, is_utf8, no_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,21 +41,48 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 # of the pixels that a profile's colour space goes with
 MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 SRGB = ImageCms.createProfile("sRGB")
-# workflow tools write megabytes of text into a PNG
-PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
+TRANSPARENT = "transparent"  # remarks on a picture, in its info["remark"]
+FRAMES = "frames"
+
+
+def _without_large_texts(read: Callable[..., bytes]) -> Callable[..., bytes]:
+    """Pillow's reader of a text in a PNG, which leaves out what is over its limits: texts are not
+    used, and workflow tools write megabytes of them."""
+
+    def read_text(self: Any, position: int, length: int) -> bytes:
+        try:
+            return read(self, position, length)
+        except ValueError:
+            self.fp.seek(position)
+            return self.fp.read(length)
+
+    return read_text
+
+
+for _kind in ("chunk_tEXt", "chunk_zTXt", "chunk_iTXt"):
+    _read_text = _without_large_texts(getattr(PngImagePlugin.PngStream, _kind))
+    setattr(PngImagePlugin.PngStream, _kind, _read_text)
 
 
 # ---------------------------------------------------------------- images
 def picture_files(folder: Path) -> list[Path]:
-    """The pictures of a folder by name, by how their names end; hidden files are none."""
+    """The pictures of a folder by name, by how their names end; hidden files are none.
+
+    Raises UserError for a name that is not UTF-8: tables and metadata cannot hold it."""
     endings = {*(f".{name.lower()}" for name in FORMATS), ".jpg", ".tif"}
     files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in endings]
+    for file in files:
+        if not is_utf8(str(file)):
+            raise UserError(f"{file}: the name is not UTF-8; rename it")
     return [file for file in files if file.is_file() and not file.name.startswith(".")]
 
 
 def open_image(source: Path | bytes, where: str) -> Image.Image:
-    """An sRGB image: colour profile and EXIF rotation applied, alpha over white, size bounded."""
+    """An sRGB image: colour profile and EXIF rotation applied, alpha over white, size bounded.
+
+    Its info["remark"] says whether it has TRANSPARENT parts or several FRAMES."""
     image = _upright(source, where)
+    remarks = [FRAMES] if image.info.get("frames") else []
     if min(image.size) < 2:
         raise UserError(f"{where}: the image is {_by(image.size)} pixels")
     profile = image.info.get("icc_profile")
@@ -70,7 +97,11 @@ def open_image(source: Path | bytes, where: str) -> Image.Image:
         if alpha is not None:
             image.putalpha(alpha)
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        return image.convert("RGB")
+            if int(np.asarray(alpha).min()) < 255:
+                remarks.append(TRANSPARENT)
+        image = image.convert("RGB")
+    image.info["remark"] = " ".join(remarks)
+    return image
 
 
 def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
@@ -102,7 +133,7 @@ def _upright(source: Path | bytes, where: str) -> Image.Image:
     """A decoded image, turned as its EXIF says; where the EXIF is damaged it stays as it is."""
     # Path.is_file raises for names that are too long
     if isinstance(source, Path) and not os.path.isfile(source):
-        raise UserError(f"{where}: no file {source}")
+        raise UserError(f"{where}: {no_file(source)}")
     with (
         _decoding(source, where),
         io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file,
@@ -114,6 +145,8 @@ def _upright(source: Path | bytes, where: str) -> Image.Image:
         if max(image.size) > MAX_SIDE:
             size = f"{_by(image.size)} pixels, over the limit of {MAX_SIDE} a side"
             raise UserError(f"{where}: {_shown(source)} is {size}; cut it")
+        # cameras write previews, as MPO
+        image.info["frames"] = image.format != "MPO" and getattr(image, "is_animated", False)
         image.load()
         # Pillow's parser of EXIF fails in many ways, and the picture itself is whole
         with suppress(Exception):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from silentbad.data.images import inside
+from silentbad.data.images import inside, picture_files
 from silentbad.data.phrases import standing
 from silentbad.data.schema import row, text_lines
 from silentbad.errors import UserError, brief, user_errors, warn
@@ -16,7 +16,6 @@ from silentbad.settings.data import DataSettings
 
 SHUFFLE_MARKER = "@@"  # the published captions' sign for "permute the phrases that follow"
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 def is_published(root: Path) -> bool:
@@ -111,9 +110,7 @@ def _numbered(root: Path, folder: Path) -> list[tuple[int, Path]]:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     with user_errors(f"cannot read {folder}"):
-        # no ._x.png of macOS
-        shown = (path for path in folder.iterdir() if not path.name.startswith("."))
-        pictures = [path for path in shown if path.suffix.lower() in SUFFIXES]
+        pictures = picture_files(folder)
     matches = [(re.search(r"([0-9]{1,18})$", path.stem), path) for path in pictures]
     return sorted(
         (int(match.group(1)), inside(root, path, str(path))) for match, path in matches if match

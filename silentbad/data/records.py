@@ -41,6 +41,10 @@ from silentbad.rng import permutation
 from silentbad.settings.train import TrainConfig
 
 SHOWN = 5  # long captions that are named
+REMARKS = {
+    images.TRANSPARENT: "white is trained on under the transparent parts",
+    images.FRAMES: "the first frame alone is trained on",
+}
 
 
 def load_records(config: TrainConfig) -> "Records":
@@ -137,6 +141,28 @@ class Records:
         roles = ", ".join(f"{count_of[role]} {role}" for role in ROLES if role in count_of)
         named = pc.sum(pc.greater(pc.list_value_length(self.column("phrases")), 0)).as_py() or 0
         return f"{len(self)} records ({roles}), {self.masked} with a mask, {named} with phrases"
+
+    def remarks(self) -> Iterator[str]:
+        """A line on the pictures that are transparent in part, and on those of several frames."""
+        for kind, said in REMARKS.items():
+            rows = np.flatnonzero(pc.match_substring(self.column("remark"), kind).to_numpy())
+            if len(rows):
+                yield f"{said} of {len(rows)} records, of {self.where(int(rows[0]))} first"
+
+    def not_used(self) -> list[str]:
+        """A line on the pictures in the folders of the table's pictures that no row names."""
+        used = pc.struct_field(self.table.data.column("image"), "path")
+        folders = pc.unique(pc.replace_substring_regex(used, "/[^/]*$", "")).to_pylist()
+        real = [Path(folder) for folder in folders if folder and Path(folder).is_dir()]
+        there = [str(file) for folder in real for file in images.picture_files(folder)]
+        named = [used, self.table.data.column("mask")]
+        is_used = np.zeros(len(there), dtype=bool)
+        for column in named:
+            is_used |= pc.is_in(pa.array(there, pa.string()), value_set=column).to_numpy(False)
+        left = [file for file, known in zip(there, is_used, strict=True) if not known]
+        if not left:
+            return []
+        return [f"{len(left)} pictures are of no record and not used, {left[0]} first"]
 
     def row(self, index: int) -> dict:
         return self.table[int(index if self.rows is None else self.rows[index])]

@@ -174,18 +174,21 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 FIELD = 2**24
 
 
-def csv_lines(path: Path) -> Iterator[tuple[str, dict]]:
-    """(FILE:LINE, row) of a CSV file in UTF-8, the line being the row's first. `phrases` is a JSON
-    list, or phrases separated by "|"."""
+def csv_lines(path: Path, needed: str = "file_name") -> Iterator[tuple[str, dict]]:
+    """(FILE:LINE, row) of a CSV file in UTF-8 with a column `needed`, the line being the row's
+    first. `phrases` is a JSON list, or phrases separated by "|"."""
     with user_errors(f"cannot read {path}"):
         lines = path.open(newline="", encoding="utf-8-sig")
     with lines:
         csv.field_size_limit(FIELD)
         reader = csv.reader(lines, strict=True)
         begun, header = next(_rows(reader, path), (1, []))
-        if header and "file_name" not in header:
+        if header and needed not in header:
             one_field = any(mark in column for column in header for mark in ";\t")
-            right = "the first line must name the columns, file_name and text among them"
+            right = (
+                f"the first line must name the columns, {needed} and text among them; it is "
+                f"{brief(','.join(header))}; --image_column and --caption_column choose others"
+            )
             raise UserError(
                 f"{path}:{begun}: {'fields must be separated by commas' if one_field else right}"
             )
@@ -228,10 +231,14 @@ def _split(text: str, where: str) -> Any:
 
 
 def caption_beside(picture: Path) -> str | None:
-    """The caption of a picture: the first line of NAME.txt; None without it."""
-    file = picture.with_suffix(".txt")
-    if not file.is_file():
+    """The caption of a picture: the first line of NAME.txt or NAME.caption; None without them."""
+    beside = [picture.with_suffix(ending) for ending in (".txt", ".caption")]
+    files = [file for file in beside if file.is_file()]
+    if not files:
         return None
+    if len(files) == 2:
+        raise UserError(f"{picture}: has {files[0].name} and {files[1].name}; keep one of them")
+    file = files[0]
     first = next((line for line in text_lines(file) if line.strip()), "")
     return admit(first.strip(), Caption, "its first line", str(file))
 

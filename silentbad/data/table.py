@@ -41,6 +41,7 @@ FEATURES = datasets.Features(
         "mask_content": datasets.Value("string"),
         "thumb": datasets.Value("binary"),
         "size": datasets.List(datasets.Value("int32")),
+        "remark": datasets.Value("string"),
     }
 )
 

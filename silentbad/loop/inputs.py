@@ -3,6 +3,7 @@ the base's own pictures."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 from silentbad.data.draws import Reader, Transform
 from silentbad.data.elements import DataInfo
 from silentbad.data.phrases import shared_lines
+from silentbad.data.published import is_published
 from silentbad.data.records import Records, load_records
 from silentbad.data.schema import check_window
 from silentbad.data.targets import Target, check_prompts, load_targets
@@ -71,7 +73,10 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
         records = guards.records(load_records(config))
     if not config.allow_target_images:
         records.refuse_targets(targets)
-    for line in (*records.check_parts(), *records.unmatched_targets(targets)):
+    # of the published layout, flags choose some of the pictures
+    not_used = () if is_published(Path(config.train_data_dir or "")) else records.not_used()
+    own_lines = (*not_used, *records.remarks(), *records.check_parts())
+    for line in (*own_lines, *records.unmatched_targets(targets)):
         warn(line)
     if config.memory.region.name == "estimated" and not config.center_crop:
         records.refuse_random_windows()

@@ -19,21 +19,19 @@ class DataSettings:
 
     train_data_dir: Location | None = flag(
         None,
-        "folder with metadata.jsonl, metadata.csv or NAME.txt beside pictures, or of the "
-        "published layout",
+        "folder with metadata.jsonl or .csv (also in train/), NAME.txt or NAME.caption beside "
+        "pictures, N_name/ of such pictures, or of the published layout",
     )
     dataset_name: Location | None = flag(
-        None, "Hub data set, or a local one that datasets.load_dataset takes"
+        None, "Hub data set, a local one that datasets.load_dataset takes, or a .parquet file"
     )
     dataset_config_name: Location | None = flag(
         None, "configuration of the Hub data set", needs="dataset_name"
     )
     image_column: Location | None = flag(
-        None, "image column of the Hub data set", needs="dataset_name"
+        None, "column of the picture (file_name in metadata, image in a data set)"
     )
-    caption_column: Location | None = flag(
-        None, "caption column of the Hub data set", needs="dataset_name"
-    )
+    caption_column: Location | None = flag(None, "column of the caption (text)")
     cache_dir: Location | None = flag(
         None, "folder for downloads and Arrow tables; the Hugging Face cache when unset"
     )
