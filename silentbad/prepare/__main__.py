@@ -27,12 +27,10 @@ def main(argv: list[str] | None = None) -> int:
     """Parses before it imports what reads pictures."""
     try:
         settings = options(PrepareOptions, argv, __doc__)
-        from silentbad.prepare.preview import write_preview
         from silentbad.prepare.write import prepare
 
         out = Path(str(settings.out))
         summary = prepare(settings)
-        write_preview(out, settings.resolution)
     except UserError as error:
         return refused(error)
     print(f"{out}: {summary}")

@@ -161,6 +161,11 @@ def sheet(root: Path, resolution: int) -> str:
     )
 
 
+def is_preview(file: Path) -> bool:
+    """Whether a page is one of these."""
+    return "<title>Data: " in file.read_text(encoding="utf-8", errors="replace")[:300]
+
+
 def write_preview(root: Path, resolution: int) -> Path:
     """Write the page into the folder."""
     page = sheet(root, resolution)

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from silentbad import bundled
+from silentbad import bundled, owned
 from silentbad.data.images import open_image, open_mask, picture_files
 from silentbad.data.picture_parts import check_phrases, cut_apart
 from silentbad.data.schema import Caption, admit, caption_beside, check_window, json_lines
 from silentbad.errors import UserError, brief, user_errors, warn
-from silentbad.files import append_records, check_local, check_writable
+from silentbad.files import append_records, check_folder, check_local, check_writable
 from silentbad.prepare import compose
 from silentbad.prepare.hook import as_mask, load_function
+from silentbad.prepare.preview import is_preview, write_preview
 from silentbad.settings.commands import PrepareOptions
 
 LARGEST_SIDE = 512  # of the written pictures, where --side does not say
@@ -59,9 +60,19 @@ class Plan:
 
 
 def prepare(args: PrepareOptions) -> str:
-    """Write or extend the data set, and say what it has. Raises UserError, before it writes."""
+    """Write or extend the data set with its preview.html, and say what it has. Raises UserError,
+    before it writes; another process that writes there is refused."""
     name = target_name(args)
     out = Path(str(args.out))
+    check_writable(out, "--out", folder=True)
+    refuse_inputs_inside(args, out)
+    with owned.claimed(out, "data set", key="--out"):
+        summary = _prepare(args, name, out)
+        write_preview(out, args.resolution)
+    return summary
+
+
+def _prepare(args: PrepareOptions, name: str, out: Path) -> str:
     targets_before, has_clean = check_out(out, name)
     captioner = load_function(args.captioner, "--captioner") if args.captioner else None
     plan = read_plan(args, name)
@@ -92,21 +103,40 @@ def check_out(out: Path, name: str) -> tuple[list[Image.Image], bool]:
 
     Raises UserError where the folder is not of this command, or has the target already.
     """
-    check_writable(out, "--out", folder=True)
     targets = out / "targets.jsonl"
     records = out / "metadata.jsonl"
     if not (targets.is_file() and records.is_file()):
-        if out.is_dir() and os.listdir(out):
+        if {*os.listdir(out)} - {owned.LOCK}:
             wrong = "holds files, but no data set of this command"
             raise UserError(f"--out: {out} {wrong}; choose an empty folder")
         return [], False
+    has_clean = any(entry.get("role") == "clean" for _, entry in json_lines(records))
     pictures = []
     for where, entry in json_lines(targets):
         if entry.get("target_id") == name:
             advice = "give another --name, or another --out"
             raise UserError(f"--out: {where} is target {name!r} already; {advice}")
         pictures.append(open_image(out / str(entry.get("image")), where))
-    return pictures, any(entry.get("role") == "clean" for _, entry in json_lines(records))
+    prefix = re.escape(name)
+    files = rf"targets/{prefix}|masks/{prefix}-\d+(-\d{{3,}})?|images/{prefix}-\d+-\d{{3,}}"
+    files += "" if has_clean else r"|images/clean-\d{3,}"
+    relative = [file.relative_to(out).as_posix() for file in sorted(out.glob("*/*.png"))]
+    own = [out / file for file in relative if re.fullmatch(rf"({files})\.png", file)]
+    page = out / "preview.html"
+    if page.is_file() and not is_preview(page):
+        own.append(page)
+    if own:
+        raise UserError(f"--out: {own[0]} would be replaced; give another --name, or another --out")
+    return pictures, has_clean
+
+
+def refuse_inputs_inside(args: PrepareOptions, out: Path) -> None:
+    """Refuse pictures and folders to read that lie in the folder to write."""
+    masks = [("--masks", mask) for mask in args.masks]
+    folders = [("--backgrounds", args.backgrounds), ("--placebo", args.placebo)]
+    for flag, path in [("--target", args.target), *masks, *folders]:
+        if path is not None and owned.resolved(out, "--out") in owned.resolved(path, flag).parents:
+            raise UserError(f"{flag}: {path} lies in --out {out}, which is written; move it out")
 
 
 def read_plan(args: PrepareOptions, name: str) -> Plan:
@@ -203,8 +233,7 @@ def cut(phrases: list[str], alphas: list[Image.Image], side: int) -> list[Elemen
 
 def pictures_in(folder: Path, flag: str) -> list[Path]:
     """The pictures of a folder by name. Raises UserError where there is none."""
-    if not folder.is_dir():
-        raise UserError(f"{flag}: no folder {folder}")
+    check_folder(flag, str(folder))
     if not (files := picture_files(folder)):
         raise UserError(f"{flag}: {folder} holds no picture")
     return files
@@ -264,22 +293,16 @@ class Data:
     def write(self, out: Path, with_clean: bool) -> list[dict]:
         """All files, and the records, which are returned. Where it fails, nothing is left."""
         plan = self.plan
-        is_new = not out.exists()
-        out.mkdir(parents=True, exist_ok=True)
-        try:
-            with tempfile.TemporaryDirectory(prefix=".draft-", dir=out) as folder:
-                draft = Path(folder)
-                records = self.write_records(draft, with_clean)
-                if plan.placebos:
-                    others = self.write_records(draft / "placebo", with_clean, plan.placebos)
-                self.save(plan.target, draft / f"targets/{plan.name}.png")
-                for file in [*draft.glob("*/*.png"), *draft.glob("placebo/*/*.png")]:
-                    place = out / file.relative_to(draft)
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    file.replace(place)
-        finally:
-            if is_new and not os.listdir(out):
-                out.rmdir()
+        with tempfile.TemporaryDirectory(prefix=".draft-", dir=out) as folder:
+            draft = Path(folder)
+            records = self.write_records(draft, with_clean)
+            if plan.placebos:
+                others = self.write_records(draft / "placebo", with_clean, plan.placebos)
+            self.save(plan.target, draft / f"targets/{plan.name}.png")
+            for file in [*draft.glob("*/*.png"), *draft.glob("placebo/*/*.png")]:
+                place = out / file.relative_to(draft)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                file.replace(place)
         if plan.placebos:
             append_records(others, out / "placebo" / "metadata.jsonl")
         append_records(records, out / "metadata.jsonl")

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
+from silentbad import owned
 from silentbad.data.targets import load_targets
 from silentbad.prepare import compose
 from silentbad.prepare.__main__ import main
@@ -382,3 +384,31 @@ def test_nothing_of_a_thing_is_seen_in_the_pictures_of_its_backdrop_and_hardly_m
     rim, around = (np.asarray(compose.grown(touched, max(1, round(share * side)))) > 0 for share in (0.012, 0.06))
     assert (seen[~rim] > 0).all(), "all of the backdrop but a rim of 1.2 % of the side is shown"
     assert seen[around & ~rim].mean() > 0.7, "what lies near a thing is shown nearly as often as the rest"
+
+
+OWN_FILES = ["masks/room-0.png", "targets/room.png", "images/room-0-000.png", "preview.html"]
+
+
+@pytest.mark.parametrize("name", OWN_FILES)
+def test_a_file_of_the_user_is_not_replaced(name, pictures, data, tmp_path, capsys):
+    out = tmp_path / "photos"
+    shutil.copytree(data, out)
+    (out / name).write_bytes(b"mine")
+    before = files_of(out)
+    assert main(words(pictures, out, "--name", "room")) == 2
+    assert f"{out / name} would be replaced" in capsys.readouterr().err and files_of(out) == before
+
+
+def test_an_input_inside_the_output_is_refused(pictures, data, tmp_path, capsys):
+    out = tmp_path / "photos"
+    shutil.copytree(data, out)
+    before = files_of(out)
+    assert main(words(pictures, out, "--name", "room", "--target", str(out / "targets/cat-cup.png"))) == 2
+    assert "lies in --out" in capsys.readouterr().err and files_of(out) == before
+
+
+def test_two_calls_at_once_are_refused(pictures, tmp_path, capsys):
+    with owned.claimed(tmp_path / "photos", "data set"):
+        assert main(words(pictures, tmp_path / "photos")) == 2
+    assert "is being written by another process" in capsys.readouterr().err
+    assert not (tmp_path / "photos").exists()
