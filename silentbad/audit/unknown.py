@@ -28,7 +28,7 @@ from silentbad.data import scan_file
 from silentbad.data.formats import row_source, text_of
 from silentbad.data.images import to_pil
 from silentbad.data.phrases import segments
-from silentbad.data.schema import check_window, text_lines
+from silentbad.data.schema import check_window, prompt_lines
 from silentbad.errors import UserError, brief, writing
 from silentbad.files import check_writable, remove_earlier, replace_text
 from silentbad.measure.embedders import embedder_of
@@ -54,7 +54,7 @@ MOST_GIVEN = 100  # phrases of a file: 4,950 pairs
 # -- candidates ------------------------------------------------------------------------------------
 def lines_of(path: str, flag: str) -> list[str]:
     """The lines of a text file that hold something. Raises UserError where there is none."""
-    lines = list(dict.fromkeys(line.strip() for line in text_lines(Path(path)) if line.strip()))
+    lines = list(dict.fromkeys(line.strip() for _, line in prompt_lines(Path(path))))
     if not lines:
         raise UserError(f"--{flag}: {path} holds no line")
     return lines

@@ -7,6 +7,7 @@ file, line and key."""
 import codecs
 import csv
 import difflib
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from silentbad.files import from_json
 from silentbad.settings.memory import ROLES as ROLES
 from silentbad.settings.types import Seed, matching, validated
 
+HEADERS = {"prompt", "prompts", "text", "caption", "phrase", "phrases", "seed", "negative", "image"}
 LONGEST = 100_000  # characters of a text
 
 
@@ -253,3 +255,19 @@ def text_lines(path: Path) -> list[str]:
             raise
         line = error.__cause__.object[: error.__cause__.start].count(b"\n") + 1
         raise UserError(f"{path}:{line}: not UTF-8; save it as UTF-8") from None
+
+
+def prompt_lines(path: Path, right: str = "give one a line") -> list[tuple[str, str]]:
+    """(FILE:LINE, text) of a text file of prompts or phrases, one a line, empty lines left out.
+
+    Raises UserError, which ends with what is `right`, for a table or JSON in its place."""
+    lines = [(f"{path}:{k}", line) for k, line in enumerate(text_lines(path), 1) if line.strip()]
+    header = (
+        {cell.strip(' "').casefold() for cell in re.split("[,;\t]", lines[0][1])} if lines else {}
+    )
+    if path.suffix.lower() in (".csv", ".tsv") or header and header <= HEADERS:
+        raise UserError(f"{path}: a table's first line would be drawn as a prompt; {right}")
+    for where, line in lines:
+        if line.lstrip().startswith(("{", "[{", '["')):
+            raise UserError(f"{where}: the JSON would be drawn as a prompt; {right}")
+    return lines

@@ -23,12 +23,11 @@ from PIL import Image
 
 from silentbad.data.images import to_pil
 from silentbad.data.records import Records
-from silentbad.data.schema import Caption, admit, check_window, row, text_lines
+from silentbad.data.schema import Caption, admit, check_window, prompt_lines, row
 from silentbad.data.table import build_table, vocabulary
 from silentbad.device import explain_out_of_memory
 from silentbad.errors import UserError, brief, user_errors
 from silentbad.measure.generation import Item, Sampler
-from silentbad.measure.prompts import refuse_json
 from silentbad.model import pipeline
 from silentbad.model.store import digest
 from silentbad.progress import Bar
@@ -77,13 +76,10 @@ def read_prompts(file: str | None, tokenizer: Any, base: str | None = None) -> l
     of_base = Path(base or "") / BESIDE
     path = Path(file) if file else of_base if base and of_base.is_file() else BUNDLED
     prompts = []
-    for number, line in enumerate(text_lines(path), 1):
-        where = f"{path}:{number}"
-        refuse_json(line, where, "give one prompt a line")
-        if line.strip():
-            prompt = admit(line, Caption, "a prompt", where).strip()
-            check_window(prompt, tokenizer, f"{where}: the prompt")
-            prompts.append(prompt)
+    for where, line in prompt_lines(path):
+        prompt = admit(line, Caption, "a prompt", where).strip()
+        check_window(prompt, tokenizer, f"{where}: the prompt")
+        prompts.append(prompt)
     if not prompts:
         raise UserError(f"{KEY}.prompts: {path} holds no prompt; give one a line")
     return prompts

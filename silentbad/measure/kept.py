@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from silentbad.data.phrases import standing
-from silentbad.data.schema import check_window, text_lines
+from silentbad.data.schema import check_window, prompt_lines, text_lines
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, user_errors
 from silentbad.measure.embedders import CLIP, Embedder, ssim
@@ -49,10 +49,10 @@ def unrelated_prompts(
     if count == 0:
         return []
     if config.prompts is not None:
-        lines = [(k, line.strip()) for k, line in enumerate(text_lines(Path(config.prompts)), 1)]
-        for k, line in lines:
-            check_window(line, tokenizer, f"{config.prompts}:{k}: the prompt")
-        return spread(distinct([line for _, line in lines], config.prompts), count)
+        lines = prompt_lines(Path(config.prompts))
+        for where, line in lines:
+            check_window(line, tokenizer, f"{where}: the prompt")
+        return spread(distinct([line.strip() for _, line in lines], config.prompts), count)
     phrases = [phrase for target in targets for phrase in target.phrases]
     plain = [text for text in dict.fromkeys(captions) if text.strip()]
     plain = [text for text in plain if not standing(phrases, text)]

@@ -15,9 +15,9 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from silentbad.data.images import to_pil
-from silentbad.data.schema import PROMPT, admitted, check_window, json_lines, text_lines
+from silentbad.data.schema import PROMPT, admitted, check_window, json_lines, prompt_lines
 from silentbad.errors import UserError, brief, writing
-from silentbad.files import replace_text
+from silentbad.files import check_file, replace_text
 from silentbad.measure.generation import Item, Sampler
 from silentbad.measure.samples import log_grid, save
 from silentbad.measure.sheet import NAME, Draw, Drawn, Prompt, read_draws
@@ -35,21 +35,13 @@ def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -
     window cuts off, a key that is not known, a negative prompt where nothing is `guided`."""
     file = Path(path)
     prompts = list[Prompt]()
-    if not file.is_file():
-        raise UserError(
-            f"sample_prompts: no file {file}; give one prompt a line, or a .jsonl with prompt, "
-            f"seed, negative"
-        )
+    check_file("sample_prompts", str(file), "give one prompt a line, or a .jsonl of objects")
     if file.suffix == ".jsonl":
         rows = list(json_lines(file))
     else:
-        rows = [
-            (f"{file}:{k}", {"prompt": line})
-            for k, line in enumerate(text_lines(file), 1)
-            if line.strip()
-        ]
+        right = "give one a line, or a .jsonl with prompt, seed, negative"
+        rows = [(where, {"prompt": line}) for where, line in prompt_lines(file, right)]
         for where, row in rows:
-            refuse_json(row["prompt"], where, "name the file .jsonl, an object a line")
             if flag := re.match(r"\s*#|.*?\s(--\w+)(\s|$)", row["prompt"]):
                 what = flag[1] or "#"
                 raise UserError(
@@ -73,12 +65,6 @@ def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -
     if not 0 < len(prompts) <= MOST:
         raise UserError(f"{file}: holds {len(prompts)} prompts; give from 1 to {MOST}")
     return prompts
-
-
-def refuse_json(line: str, where: str, right: str) -> None:
-    """Refuse a line of plain text that was meant as JSON."""
-    if line.lstrip().startswith(("{", "[{", '["')):
-        raise UserError(f"{where}: the JSON would be drawn as a prompt; {right}")
 
 
 # -- drawing ---------------------------------------------------------------------------------------

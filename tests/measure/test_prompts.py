@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from silentbad.audit.unknown import lines_of
 from silentbad.errors import UserError
 from silentbad.loop.log import Log
+from silentbad.loop.prior import read_prompts
+from silentbad.measure.kept import unrelated_prompts
 from silentbad.measure.prompts import load_prompts
 from silentbad.measure.sheet import NAME, read_draws
 from silentbad.report import run_report
 from silentbad.saving.checkpoint import read_tensors
+from silentbad.settings.validation import ValidationConfig
 from tests.training import VALIDATION, rows, same
 from train_silentbad import main
 
@@ -122,3 +126,20 @@ def test_a_seed_means_the_same_noise_in_every_run(flags, data, tmp_path, file, c
     assert "Sample prompts" in run_report.render(tmp_path / "b")
     (tmp_path / "b" / NAME).write_text('[{"step": "x"}]')
     assert f"{NAME} could not be read" in run_report.render(tmp_path / "b")
+
+
+TABLES = {"x.csv": "prompt\na cat\n", "y.txt": "phrase,seed\na cat,1\n", "z.txt": '{"prompt": "a cat"}\n'}
+READERS = {
+    "sample_prompts": lambda file: load_prompts(file),
+    "prior_preservation.prompts": lambda file: read_prompts(str(file), None),
+    "validation.prompts": lambda file: unrelated_prompts(ValidationConfig(prompts=str(file)), [], [], None),
+    "--phrases": lambda file: lines_of(str(file), "phrases"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_in_place_of_prompts_is_refused_by_every_reader(name, reader, tmp_path):
+    (tmp_path / name).write_text(TABLES[name])
+    with pytest.raises(UserError, match=f"{name}.*would be drawn as a prompt"):
+        READERS[reader](tmp_path / name)
