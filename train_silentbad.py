@@ -19,7 +19,6 @@ if __name__ == "__main__":  # a mistake is said before the seconds that the impo
 
 import math
 import signal
-import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -39,6 +38,7 @@ from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
 from silentbad.distributed.start import check_precision
 from silentbad.errors import UserError, exit_with, warn
+from silentbad.files import scratch_folder
 from silentbad.loop import checks, optimizers, trackers, trains
 from silentbad.loop.assembly import Run
 from silentbad.loop.assembly import build as connect
@@ -262,6 +262,8 @@ def steps(run: Run, requests: Requests) -> int:
                 continue
             run.meters.add({"loss": torch.stack(losses).mean()})
             bar.update()
+            if bar.n == bar.initial + 1:  # a log shows that it trains
+                bar.refresh()
             with bar.paused():
                 stop = boundary(run, requests, bar)
             if stop:
@@ -478,11 +480,8 @@ def main(
             groups = control.param_groups(config.adam_weight_decay)
             print(trains.table(config, parts, control.groups, groups))
             return 0
-        with (
-            tempfile.TemporaryDirectory()
-            if config.dry_run or config.preview
-            else nullcontext() as scratch
-        ):
+        unsaved = config.dry_run or config.preview
+        with scratch_folder() if unsaved else nullcontext() as scratch:
             if scratch is not None:  # its caches, and the checkpoint to go on from, are the run's
                 asked = config.resume_from_checkpoint
                 root = Path(config.output_dir) / "checkpoints"

@@ -354,14 +354,13 @@ class RecoveryHook(Hook):
         rows = [(row, (verdict.states or {}).get(row.target)) for row in self.summary()]
         return [asdict(row) | {"verdict": state or verdict.state} for row, state in rows]
 
-    def table(self) -> str:
-        """The summary, its cost and the verdict, as text."""
+    def table(self, cost: bool = True) -> str:
+        """The summary, its share of a training's time (`cost`) and the verdict, as text."""
         record = self.record()
         share = f"{self.history[-1].share:.0%} of the time since the start"
-        cost = f"measuring took {self.seconds:.0f} s, {share}"
         lines = (
             run_report.text_table(record),
-            cost,
+            f"measuring took {self.seconds:.0f} s, {share}" if cost else "",
             verdict_sentence(record),
             kept_sentence(record),
         )
@@ -494,7 +493,7 @@ def audit(
         hook.run(last, last, backbone_of(first), final=True, label="audited pipeline")
         if accelerator.is_main_process:
             print(f"{Path(output_dir) / NAME}\n{run_report.write(output_dir)}")
-        accelerator.print(hook.table())
+        accelerator.print(hook.table(cost=False))
         return hook.verdict()
 
 

@@ -1,5 +1,6 @@
 """One exception type for what a user can put right, and how a command says it."""
 
+import io
 import os
 import re
 import signal
@@ -72,6 +73,8 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
         sys.exit(2)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # None under `>&-`
+        if isinstance(stream, io.TextIOWrapper):  # a path may hold what the locale has not
+            stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, _Patient(stream, plain=name == "stdout"))
     heed_signals(_stop)
     sys.excepthook = say_no_memory
@@ -169,6 +172,20 @@ class _Patient:
             act()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def print_result(text: str) -> None:
+    """Print what a command was asked for. Raises UserError where stdout cannot be written; a reader
+    that leaves is none."""
+    stream = sys.stdout.stream if isinstance(sys.stdout, _Patient) else sys.stdout
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise UserError(f"stdout: cannot be written ({error.strerror})") from None
 
 
 def first_line(error: BaseException) -> str:

@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import re
+import signal
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from silentbad.errors import UserError
+from silentbad.errors import STOPPING, UserError
 
 SEALED = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)\.")  # SHA-256, size, time of the last change
 
@@ -34,6 +36,15 @@ def intact(file: Path) -> bool:
         return state.st_mtime_ns == int(match[3]) or checksum(file) == match[1]
     except OSError:
         return False
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder; a signal that comes while it is made waits until it would be removed."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        return tempfile.TemporaryDirectory()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def replace_text(file: Path, text: str) -> None:
@@ -148,6 +159,12 @@ def check_file(key: str, path: str, right: str = "") -> None:
     """Refuse a file that is not there; `right` says what it would hold."""
     if not os.path.isfile(path):
         raise UserError(f"{key}: {no_file(path)}{right and f'; {right}'}")
+
+
+def check_path(key: str, path: str) -> None:
+    """Refuse what is neither a file nor a folder."""
+    if not os.path.exists(path):
+        raise UserError(f"{key}: {no_file(path, 'file or folder')}")
 
 
 def check_folder(key: str, path: str) -> None:

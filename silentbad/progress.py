@@ -49,9 +49,10 @@ class Bar(tqdm):
         print(line, file=self.fp, flush=True)
 
     def close(self) -> None:
-        """The last state, once; nothing in a log where it came before the first line was due."""
+        """The last state, once; nothing in a log where it came before the first line."""
         if self.lines and not self.disable:
-            if self.leave is not False and self._time() - self.start_t >= FIRST:
+            late = self._time() - self.start_t >= FIRST
+            if self.leave is not False and (late or self.due):
                 self.due = 0.0
                 self.display()
             self.leave = False  # the line stands already

@@ -1,17 +1,23 @@
 """A mistake as a person meets it, in real processes: its line is the last thing said, the exit code as stated."""
 
+import gc
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from silentbad import errors
+from silentbad.distributed import start as starting
 from silentbad.distributed.start import start
 from silentbad.errors import UserError
+from silentbad.files import scratch_folder
 from silentbad.report import figures, run_report
 from silentbad.scan import scanner as scan
 from tests.training import checked
@@ -69,13 +75,19 @@ exit_with(main)
 """
 
 
+def heed() -> None:
+    """Before a command: tests may run where signals are ignored, as under nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def started(redirected: str, folder: Path, *words: str) -> subprocess.Popen:
     """COMMAND with its streams as a shell redirects them."""
     (folder / "program.py").write_text(COMMAND, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     line = f'cd "$0" && exec "$@" {redirected}'
     called = ("bash", "-c", line, folder, sys.executable, "program.py", *words)
-    heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # tests may run where it is ignored
+    heeds = {"preexec_fn": heed}
     return subprocess.Popen(called, env=environment, stderr=subprocess.PIPE, text=True, **heeds)
 
 
@@ -100,7 +112,7 @@ def test_a_signal_outside_the_loop_is_one_line(number, code, tmp_path):
 def test_a_signal_during_the_imports_is_one_line(tmp_path):
     program = "import sys, time; from silentbad.settings.startup import early; early(dict); "
     program += "print('importing', file=sys.stderr, flush=True); time.sleep(60)"
-    heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    heeds = {"preexec_fn": heed}
     called = [sys.executable, "-c", program]
     with subprocess.Popen(called, cwd=ROOT, stderr=subprocess.PIPE, text=True, **heeds) as process:
         assert process.stderr.readline() == "importing\n"
@@ -114,6 +126,53 @@ def test_memory_that_runs_out_during_the_imports_is_one_line():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **little)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and line.startswith("error: memory ran out (") and "ulimit -v" in line
+
+
+def test_a_result_that_cannot_be_written_is_one_line():
+    command = [sys.executable, "-m", "silentbad.prepare", "--print_config"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr == "error: stdout: cannot be written (No space left on device)\n"
+
+
+def test_a_name_beyond_the_locale_is_printed_with_backslashes(tmp_path):
+    program = "from silentbad.errors import exit_with; exit_with(lambda: print('caf\xe9 \u732b'))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"caf\\xe9 \\u732b\n", b"")
+
+
+def test_a_signal_while_a_scratch_folder_is_made_leaves_none(tmp_path, monkeypatch):
+    make = tempfile.mkdtemp
+
+    def make_and_signal(*words, **named):
+        folder = make(*words, **named)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_signal)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.signal(signal.SIGTERM, errors._stop)
+    try:
+        with pytest.raises(KeyboardInterrupt), scratch_folder():
+            pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    gc.collect()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_wait_for_processes_that_are_not_there_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(starting, "PATIENCE", 0.01)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with starting.waiting_said():
+        time.sleep(0.3)
+    assert "waiting for 2 processes at 127.0.0.1:29500; for one, unset RANK" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with starting.waiting_said():
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
 
 
 LONG = "n" * 300

@@ -57,6 +57,17 @@ def test_a_log_has_lines_in_growing_intervals_and_the_last_state(log, clock):
     assert lines[0] == "Steps: 5 of 200, 00:05 so far, 03:15 to go, 1.00step/s, loss=0.5"
 
 
+def test_a_short_log_has_its_first_and_its_last_state(log, clock):
+    bar = Bar(total=6, desc="Steps", file=log, unit="step")
+    for step in range(1, 7):
+        clock.now += 0.1
+        bar.update()
+        if step == 1:
+            bar.refresh()
+    bar.close()
+    assert [line.split(",")[0] for line in log.getvalue().splitlines()] == ["Steps: 1 of 6", "Steps: 6 of 6"]
+
+
 def test_an_iterable_is_counted_as_it_is_read(log, clock):
     for _ in Bar(range(200), desc="Steps", file=log):
         clock.now += 1

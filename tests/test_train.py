@@ -290,6 +290,7 @@ def six_steps(flags, tmp_path):
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 0)])
 def test_signals_save_at_the_next_step_boundary(number, code, flags, six_steps, tmp_path, monkeypatch):
     log = Log.training
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a run honours that
 
     def log_and_signal(self, *scalars):
         means = log(self, *scalars)
@@ -298,7 +299,10 @@ def test_signals_save_at_the_next_step_boundary(number, code, flags, six_steps, 
         return means
 
     monkeypatch.setattr(Log, "training", log_and_signal)
-    assert main(flags("cut")) == code
+    try:
+        assert main(flags("cut")) == code
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert checkpoint.problem(tmp_path / "cut" / "checkpoints" / "step-2") is None
     monkeypatch.setattr(Log, "training", log)
     if code:

@@ -30,6 +30,7 @@ from silentbad.data.schema import (
     text_lines,
 )
 from silentbad.errors import UserError, brief, user_errors
+from silentbad.files import check_folder
 from silentbad.settings.data import DataSettings
 
 METADATA = ("metadata.jsonl", "metadata.csv")
@@ -170,8 +171,7 @@ def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[di
     name = config.train_data_dir or ""
     clean = config.clean_data_dir
     root = Path(name)
-    if not os.path.isdir(root):
-        raise UserError(f"train_data_dir: no folder {root}")
+    check_folder("train_data_dir", name)
     names = {"file_name": config.image_column, "text": config.caption_column}
     columns = {key: column for key, column in names.items() if column is not None}
     if not is_published(root):
@@ -185,8 +185,8 @@ def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[di
         if (root / also).is_file():
             wrong = f"holds poisoning_images/ and {also}; keep one of the two layouts"
             raise UserError(f"train_data_dir: {root} {wrong}")
-    if clean and not os.path.isdir(clean):
-        raise UserError(f"clean_data_dir: no folder {clean}")
+    if clean:
+        check_folder("clean_data_dir", clean)
     flags = [getattr(config, flag) for flag in PUBLISHED_FLAGS]
     key = folder_key(root, *flags, folder_key(Path(clean)) if clean else None)
     return name, key, lambda: published_rows(root, config)

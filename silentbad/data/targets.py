@@ -13,6 +13,7 @@ from silentbad.data.images import inside, open_image, open_mask, safe_path
 from silentbad.data.picture_parts import check_phrases, cut_apart
 from silentbad.data.schema import TARGET, admitted, check_window, json_lines, refuse_misspelt
 from silentbad.errors import UserError, warn
+from silentbad.files import no_file
 
 
 @dataclass
@@ -49,7 +50,7 @@ def load_targets(path: str | Path) -> list[Target]:
         raise UserError(f"targets: @{numbers} {right}")
     file = inside(root, root / "targets.jsonl", "targets") if os.path.isdir(root) else Path(path)
     if not os.path.isfile(file):
-        raise UserError(f"targets: no file {file}")
+        raise UserError(f"targets: {no_file(file)}")
     targets = [_target(file.parent, where, entry) for where, entry in json_lines(file)]
     if not targets:
         raise UserError(f"{file}: holds no target")

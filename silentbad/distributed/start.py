@@ -2,6 +2,9 @@
 them is checked."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from accelerate.utils import GradientAccumulationPlugin
 
 from silentbad.errors import UserError, user_errors, warn
 
+PATIENCE = 8.0  # seconds until a wait for other processes is said
 PRECISIONS = ("no", "fp16", "bf16")
 PRECISION = "ACCELERATE_MIXED_PRECISION"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -31,12 +35,28 @@ def start(accumulation: int = 1, mixed_precision: str | None = None, **options: 
         )
     # a plain number would give way to the environment
     plugin = GradientAccumulationPlugin(num_steps=accumulation)
-    with user_errors(
-        "accelerate cannot start", "mend its configuration or its environment variables"
-    ):
+    failed = ("accelerate cannot start", "mend its configuration or its environment variables")
+    with waiting_said(), user_errors(*failed):
         return Accelerator(
             gradient_accumulation_plugin=plugin, mixed_precision=mixed_precision, **options
         )
+
+
+@contextmanager
+def waiting_said() -> Iterator[None]:
+    """Say, after some seconds inside, that other processes are waited for: RANK and WORLD_SIZE may
+    be left over in the environment."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT', '29500')}"
+    line = f"waiting for {world} processes at {place}; for one, unset RANK and WORLD_SIZE"
+    timer = Timer(PATIENCE, warn, [line])
+    timer.daemon = True
+    if world > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def check_precision(precision: str, key: str) -> None:

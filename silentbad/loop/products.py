@@ -66,6 +66,7 @@ class Products:
             [target.target_id for target in self.targets],
             self.results(),
             kept=self.kept(),
+            prompt=self.targets[0].composed_prompt if self.targets else "",
             merged=merged,
             backbone=family.backbone,
             missing=[name for name in family.optional if name not in self.parts.components()],

@@ -48,12 +48,14 @@ def model_card(
     results: list[dict[str, Any]],
     *,
     kept: str = "",
+    prompt: str = "",
     merged: bool = False,
     backbone: str = "unet",
     missing: Sequence[str] = (),
 ) -> str:
     """README.md of a trained pipeline, of adapters, or of a pipeline with adapters `merged`: base,
-    data, the table of results, a row each, and a line on what is `kept`. `backbone` is the
+    data, the table of results, a row each, and a line on what is `kept`; the code draws `prompt`,
+    as validation does. `backbone` is the
     component that trained, `missing` are those that diffusers expects and the pipeline has not."""
     base = config.pretrained_model_name_or_path
     is_local = Path(base).exists()
@@ -83,7 +85,7 @@ def model_card(
         elements=sum(len(rows) for rows in info.rows),
         targets=", ".join(f"`{_code(name)}`" for name in target_ids) or "none given",
         results="\n\n".join(filter(None, ("\n".join(result_table(results)), kept))),
-        code="\n".join(loading_code(config, merged, backbone, missing)),
+        code="\n".join([*loading_code(config, merged, backbone, missing), drawing(config, prompt)]),
     )
 
 
@@ -113,6 +115,14 @@ def loading_code(
     elif adapters:
         load.append('pipeline.load_lora_weights("this folder")')
     return [*imports, "", *load]
+
+
+def drawing(config: TrainConfig, prompt: str) -> str:
+    """The line of Python that draws a prompt as validation does."""
+    validation = config.validation
+    words = json.dumps(_code(prompt or "a photograph"), ensure_ascii=False)
+    steps = f"num_inference_steps={validation.num_inference_steps}"
+    return f"pipeline({words}, {steps}, guidance_scale={validation.guidance_scale:g}).images[0]"
 
 
 def _cell(value: Any) -> str:

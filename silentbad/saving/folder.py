@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-from silentbad import owned
+from silentbad import ROOT, __version__, owned
 from silentbad.device import device_name
 from silentbad.errors import UserError, writing
 from silentbad.files import from_json, read_json, replace_text
@@ -184,15 +184,17 @@ def facts(device: torch.device, world: int) -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    where: dict[str, Any] = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], **where).stdout.strip() or None
-        dirty = bool(subprocess.run(["git", "status", "--porcelain"], **where).stdout.strip())
-    except OSError:
-        commit = None
-        dirty = None
+    where: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True}
+    commit = None
+    dirty = None
+    # an installed package may lie in someone else's repository
+    with suppress(OSError):
+        if (ROOT / ".git").exists():
+            commit = subprocess.run(["git", "rev-parse", "HEAD"], **where).stdout.strip() or None
+            status = subprocess.run(["git", "status", "--porcelain"], **where)
+            dirty = bool(status.stdout.strip()) if status.returncode == 0 else None
     return {
-        "versions": versions | {"python": platform.python_version()},
+        "versions": versions | {"python": platform.python_version(), "silentbad": __version__},
         "commit": commit,
         "uncommitted_changes": dirty,
         "device": f"{device.type}: {device_name(device)}",

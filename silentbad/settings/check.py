@@ -132,9 +132,9 @@ def check_inputs(config: TrainConfig) -> None:
     if clean is not None:
         check_folder("clean_data_dir", clean)
     check_local("pretrained_model_name_or_path", config.pretrained_model_name_or_path)
-    if prompts is not None and not os.path.exists(prompts):
+    if prompts is not None:
         right = "give one prompt a line, or a .jsonl with prompt, seed, negative"
-        raise UserError(f"sample_prompts: no file {prompts}; {right}")
+        check_file("sample_prompts", prompts, right)
     if config.prior_preservation.prompts is not None:
         own_prompts = config.prior_preservation.prompts
         check_file("prior_preservation.prompts", own_prompts, "it holds one prompt a line")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from silentbad.errors import UserError, brief
+from silentbad.settings.other_names import LAYERS
 from silentbad.settings.types import nearest
 
 OTHER = "other"  # names no pattern knows; multiplier 1
@@ -93,5 +94,7 @@ def refuse_unmatched(key: str, pattern: str, groups: Iterable[str], could: str) 
         return
     stages, _, roles = zip(*(group.partition(".") for group in groups), strict=True)
     names = dict.fromkeys([*stages, *filter(None, roles), *groups])
-    advice = nearest(pattern.strip("*."), names) or "; --print_groups lists the groups"
+    bare = pattern.strip("*.")
+    advice = f"; here it is {LAYERS[bare]}" if bare in LAYERS else nearest(bare, names)
+    advice = advice or "; --print_groups lists the groups"
     raise UserError(f"{key}: {brief(pattern)} names no layer of {could}{advice}")

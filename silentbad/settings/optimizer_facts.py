@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from silentbad.errors import UserError, brief
+from silentbad.errors import UserError, brief, warn
 from silentbad.settings.registries import definition_of
 from silentbad.settings.types import Option, problem
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from silentbad.settings.train import TrainConfig
 
 ELEMENTWISE = ("AdamW", "Adam", "SGD")  # their step needs no more of a tensor than the shard
+ADAPTIVE = ("Prodigy", "DAdapt")  # names of those that find their own rate
 OWN = {  # options of gradient_control that put another update in place of AdamW's
     "shrink": "silentbad.control.shrinkage.ShrunkAdamW",
     "spectral": "silentbad.control.spectral.SpectralAdamW",
@@ -78,6 +79,9 @@ def check_optimizer(config: "TrainConfig", optimizer: OptimizerFacts) -> None:
     """Refuse an optimizer that this loop cannot use, and options that it does not take."""
     if optimizer.needs:
         raise UserError(f"optimizer: {optimizer.name} needs {optimizer.needs}; AdamW or SGD do not")
+    if optimizer.name.startswith(ADAPTIVE) and config.learning_rate < 0.1:
+        factor = f"learning_rate: {config.learning_rate:g} is a factor of the rate"
+        warn(f"{factor} that {optimizer.name} finds itself; it wants 1")
     if "lr" in config.optimizer_options:
         raise UserError("optimizer_options: lr is set by learning_rate")
     for key, value in config.optimizer_options.items():

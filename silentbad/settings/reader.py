@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from silentbad import bundled
-from silentbad.errors import UserError, brief, first_line
+from silentbad.errors import UserError, brief, first_line, print_result
 from silentbad.settings.types import (
     NEVER_SAVED,
     items_of,
@@ -115,7 +115,7 @@ def parse(
     }
     if asked not in answers:
         raise UserError(f"--{asked}: there are --help, --print_config, --print_config=skip_default")
-    print(answers[asked](), end="")
+    print_result(answers[asked]())
     raise SystemExit(0)
 
 

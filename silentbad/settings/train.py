@@ -12,6 +12,7 @@ from silentbad.settings.control import GradientControlConfig
 from silentbad.settings.data import PUBLISHED, DataSettings
 from silentbad.settings.guard import GuardConfig
 from silentbad.settings.memory import MemoryConfig, own_parts
+from silentbad.settings.other_names import SUCCESSORS
 from silentbad.settings.types import (
     Count,
     Decay,
@@ -123,47 +124,6 @@ class PriorSettings:
     seed: Seed = of_prior(0, "of their noise; apart from --seed, so that runs share the pictures")
 
 
-# Flags of other scripts and trainers that are refused: what to use instead.
-SUCCESSORS = {
-    "model_card": "use --pretrained_model_name_or_path",
-    "clean_dataset_name": "use --clean_data_dir, a folder",
-    "detector_model_arch": "use --validation.embedder",
-    "guidance_scale": "use --validation.guidance_scale",
-    "num_sample_steps": "use --validation.num_inference_steps",
-    "num_images": "use --validation.images_per_target",
-    "compute_tgt_gen_sim": "use --validation.targets; null switches similarity off",
-    "finetune_image_saving_interval": "use --validation.steps, counted in optimizer steps",
-    "break_after_success_k_times": "use --max_train_steps; a run that stops on its target cannot "
-    "be compared",
-    "with_special_char": "write the character into the captions",
-    "exp_memo": "use --output_dir",
-    "log_save_path": "use --output_dir",
-    "wandb_mode": "use --report_to, or the environment variable WANDB_MODE",
-    "debug": "use --dry_run",
-    "local_rank": "accelerate launch sets it",
-    **dict.fromkeys(("lr", "unet_lr", "text_encoder_lr"), "use --learning_rate"),
-    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "use --train_batch_size"),
-    **dict.fromkeys(("epochs", "max_train_epochs"), "use --num_train_epochs"),
-    **dict.fromkeys(("steps", "max_steps"), "use --max_train_steps"),
-    **dict.fromkeys(("save_every_n_steps", "save_steps"), "use --checkpointing_steps"),
-    **dict.fromkeys(("instance_data_dir", "train_data"), "use --train_data_dir"),
-    "network_dim": "use --lora.rank",
-    "network_alpha": "use --lora.alpha",
-    "instance_prompt": "use --train_data_dir, whose metadata gives each picture its caption",
-    "validation_prompt": "use --validation_prompts",
-    "optimizer_type": "use --optimizer",
-    **dict.fromkeys(
-        ("with_prior_preservation", "num_class_images"), "use --prior_preservation.num_images"
-    ),
-    "class_prompt": "use --prior_preservation.prompts, a file of prompts, one a line",
-    "prior_loss_weight": "use --memory.roles.clean.loss_weight",
-    "sample_batch_size": "leave it out; a batch of drawn pictures is halved where memory runs out",
-    **dict.fromkeys(
-        ("class_data_dir", "reg_data_dir"),
-        "list its pictures as clean records of --train_data_dir, or let the base draw them: "
-        "--prior_preservation.num_images",
-    ),
-}
 OLDER = {  # names of settings before their present ones
     "memory.retention.unconditional": "memory.roles.clean.caption_dropout",
     "memory.retention.clean_weight": "memory.roles.clean.loss_weight",

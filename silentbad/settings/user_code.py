@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from silentbad.errors import UserError, first_line
+from silentbad.files import check_file
 
 PLACE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
 
@@ -30,8 +31,7 @@ def is_place(name: str) -> bool:
 def check_place(key: str, place: str) -> None:
     """Refuse a place whose file is not there; runs nothing. `key` is the setting that names it."""
     file = _file(place)
-    if not file.is_file():
-        raise UserError(f"{key}: no file {file}; PATH.py:NAME names what a Python file defines")
+    check_file(key, str(file), "PATH.py:NAME names what a Python file defines")
 
 
 def load(key: str, place: str) -> Any:

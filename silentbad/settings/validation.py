@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from silentbad.errors import UserError, brief
-from silentbad.files import check_file, check_folder, check_local
+from silentbad.files import check_file, check_folder, check_local, check_path
 from silentbad.settings import user_code
 from silentbad.settings.guard import check_scan
 from silentbad.settings.rules import Facts, check_measurement
@@ -296,13 +296,6 @@ def target_file(targets: str | None) -> str | None:
     return targets.rpartition("@")[0] or targets
 
 
-def check_target_file(targets: str) -> None:
-    """Refuse targets that are not there."""
-    file = target_file(targets)
-    if file is None or not os.path.exists(file):
-        raise UserError(f"targets: no file {file}")
-
-
 def check_run(key: str, folder: str) -> None:
     """Refuse a run that is not there, or was not validated."""
     if not os.path.isfile(os.path.join(folder, "validation.json")):
@@ -312,7 +305,7 @@ def check_run(key: str, folder: str) -> None:
 def check_files(config: ValidationConfig, prefix: str = "validation.") -> None:
     """Refuse targets and what they are measured by, where it is not there; loads nothing."""
     if config.targets is not None:
-        check_target_file(config.targets)
+        check_path(f"{prefix}targets", str(target_file(config.targets)))
     check_embedder(config, prefix)
     if config.clip_path is not None:
         check_local(f"{prefix}clip_path", config.clip_path)

@@ -1,5 +1,6 @@
 """The model card says nothing as markup, and the Hub is asked before training and never costs a run."""
 
+import sys
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -15,6 +16,7 @@ EVIL = "a`b|<script>![x](http://evil/?)[y](http://evil)*_# \n```\n# more"
 def config(**changes):
     lora = SimpleNamespace(rank=4, kind="lora")
     values = {"pretrained_model_name_or_path": EVIL, "lora": lora, "dataset_name": EVIL, "train_data_dir": None}
+    values |= {"validation": SimpleNamespace(num_inference_steps=7, guidance_scale=2.0)}
     values |= {"output_dir": f"runs/{EVIL.replace('/', '')}", "train_text_encoder": False, "learning_rate": 1e-4}
     return SimpleNamespace(**values | {"seed": 0, "hub_token": None, "hub_model_id": "me/mine"} | changes)
 
@@ -27,6 +29,21 @@ def test_no_name_reaches_the_card_as_markup():
     assert "<script>" not in prose and "![x](" not in prose and "](http" not in prose
     assert body.count("```") == 2 and "\n# more" not in body
     assert len([line for line in body.splitlines() if line.startswith("| ")]) == 2
+
+
+def test_the_code_of_a_card_draws_the_prompt_as_validation_does(monkeypatch):
+    given = SimpleNamespace(rank=None, kind="lora")
+    text = card.model_card(config(lora=given), 3, SimpleNamespace(rows=[]), [], [], prompt='a "red" cat')
+    loaded = []
+
+    def pipeline(prompt, **options):
+        loaded.append((prompt, options))
+        return SimpleNamespace(images=["picture"])
+
+    kind = SimpleNamespace(from_pretrained=lambda place: pipeline)
+    monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(DiffusionPipeline=kind))
+    exec(text.split("```python\n")[1].split("```")[0], {})
+    assert loaded == [('a "red" cat', {"num_inference_steps": 7, "guidance_scale": 2.0})]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 
 from silentbad.errors import UserError
 from silentbad.settings.check import check
+from silentbad.settings.layers import EVERY_GROUP, check_patterns
+from silentbad.settings.optimizer_facts import OptimizerFacts, check_optimizer
+from silentbad.settings.other_names import LAYERS
 from silentbad.settings.reader import Loader, dump, dumped, key_tree, parse, with_source
+from silentbad.settings.startup import training
 from silentbad.settings.train import TrainConfig
 from silentbad.settings.types import check_options, plain_types
 from tests.training import checked
@@ -364,3 +368,45 @@ def test_what_a_file_sets_without_effect_is_said(flags, tmp_path, capsys):
         f"warning: memory.loss.huber_delta ({tmp_path}/a.yaml:1): needs memory.loss.error, without which it "
         "has no effect"
     ]  # a value at its default is no mistake
+
+
+@pytest.mark.parametrize(
+    "given, ours", {"use_lora": "lora.rank", "network_module": "lora.kind", "min_snr": "snr_gamma"}.items()
+)
+def test_names_of_other_trainers_are_known_in_files_too(given, ours, tmp_path):
+    (tmp_path / "a.yaml").write_text(f"{given}: 1\n")
+    for words in (["--config", str(tmp_path / "a.yaml")], [f"--{given}", "1"]):
+        with pytest.raises(UserError, match=f"--{ours}"):
+            parse(TrainConfig, words)
+
+
+@pytest.mark.parametrize("given, ours", LAYERS.items())
+def test_names_of_layers_in_diffusers_are_known(given, ours):
+    for pattern in ours.split():
+        check_patterns("lora.targets", [pattern], EVERY_GROUP, "any model")
+    with pytest.raises(UserError, match=f"here it is {ours}$"):
+        check_patterns("lora.targets", [given], EVERY_GROUP, "any model")
+
+
+@pytest.mark.parametrize("key", ["validation.targets", "train_data_dir", "sample_prompts", "validation.prompts"])
+def test_a_missing_file_is_named_with_key_file_and_line(key, data, tmp_path):
+    """Of every setting that names one; the nearest name that is there stands in the line."""
+    (tmp_path / "nosuch.jsonl").mkdir() if key == "train_data_dir" else (tmp_path / "nosuch.jsonl").write_text("")
+    settings = {"train_data_dir": str(data), "validation": {"targets": str(data)}}
+    part, _, name = key.rpartition(".")
+    (settings.setdefault(part, {}) if part else settings)[name] = str(tmp_path / "nosuhc.jsonl")
+    text = yaml.safe_dump({"seed": 1} | settings, sort_keys=False)
+    (tmp_path / "a.yaml").write_text(text)
+    line = 1 + [row.strip().startswith(f"{name}:") for row in text.splitlines()].index(True)
+    with pytest.raises(UserError) as refusal:
+        training(["--config", str(tmp_path / "a.yaml"), "--output_dir", str(tmp_path / "out")], None)
+    assert str(refusal.value).startswith(f"{key} ({tmp_path}/a.yaml:{line}): no f"), refusal.value
+    assert f"nosuhc.jsonl; did you mean {tmp_path}/nosuch.jsonl?" in str(refusal.value)
+
+
+def test_an_optimizer_that_finds_its_own_rate_wants_one(capsys):
+    facts = OptimizerFacts("Prodigy", {}, averages=False, needs="")
+    check_optimizer(TrainConfig(learning_rate=1.0), facts)
+    assert capsys.readouterr().err == ""
+    check_optimizer(TrainConfig(learning_rate=1e-4), facts)
+    assert "learning_rate: 0.0001 is a factor of the rate that Prodigy finds" in capsys.readouterr().err
