@@ -262,10 +262,9 @@ def prompt_lines(path: Path, right: str = "give one a line") -> list[tuple[str, 
 
     Raises UserError, which ends with what is `right`, for a table or JSON in its place."""
     lines = [(f"{path}:{k}", line) for k, line in enumerate(text_lines(path), 1) if line.strip()]
-    header = (
-        {cell.strip(' "').casefold() for cell in re.split("[,;\t]", lines[0][1])} if lines else {}
-    )
-    if path.suffix.lower() in (".csv", ".tsv") or header and header <= HEADERS:
+    first = lines[0][1] if lines else ""
+    header = {cell.strip(' "').casefold() for cell in re.split("[,;\t]", first)}
+    if path.suffix.lower() in (".csv", ".tsv") or header <= HEADERS:
         raise UserError(f"{path}: a table's first line would be drawn as a prompt; {right}")
     for where, line in lines:
         if line.lstrip().startswith(("{", "[{", '["')):
