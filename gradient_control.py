@@ -36,7 +36,7 @@ from silentbad.control.source_gradients import MIXED, SourceBank
 from silentbad.control.spectral import split
 from silentbad.control.statistics import GroupStats, RecentMean, Sample, Statistics, centred
 from silentbad.device import scalars
-from silentbad.errors import UserError, first_line
+from silentbad.errors import UserError, first_line, warn
 from silentbad.loop.hooks import Hook, Hooks
 from silentbad.model.groups import OTHER, Groups, group_parameters
 from silentbad.settings import user_code
@@ -250,6 +250,7 @@ class LayerRates(Hook):
         self.rates = LearningRates()
         self.multipliers = dict.fromkeys(groups.names, 1.0)  # in force
         self.history = [{"step": 0, "multipliers": dict(self.multipliers)}]
+        self.judged = [*rules] == ["uniform"]  # whether the rule was seen to act
         self.updates = 0
         self.step = 0
         self.latest = meters
@@ -312,6 +313,12 @@ class LayerRates(Hook):
         if (host := self.computed.receive()) is None:
             return
         self.multipliers = dict(zip(self.groups.names, host, strict=True))
+        in_force = self.updates - self.config.refresh > self.config.warmup
+        if in_force and not self.judged:  # at the first refresh after the fade-in began
+            self.judged = True
+            if max(host) - min(host) < 1e-9:
+                why = "what it returns is NaN, not positive, or the same for all"
+                warn(f"gradient_control.name: {self.config.name} acts on no group ({why})")
         self.history.append({"step": self.step + 1, "multipliers": dict(self.multipliers)})
 
     def compute_multipliers(self) -> None:

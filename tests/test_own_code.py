@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradient_control import check_config, combine
+from gradient_control import Controller, check_config, combine
 from silentbad.errors import UserError
 from silentbad.loop import hooks
 from silentbad.loop.hooks import Hook, Hooks
 from silentbad.saving import checkpoint
 from silentbad.settings.control import GradientControlConfig
-from tests.toy import stats_of
+from tests.toy import Toy, run, stats_of
+from tests.toy import config as toy_config
 from tests.training import rows, same, step_once, weights
 from train_silentbad import main
 
@@ -315,3 +316,23 @@ def test_hooks_are_called_one_after_the_other():
     assert both.weight_losses(torch.ones(1), ["clean"]).item() == 4
     assert both.extra_loss(torch.tensor(3.0), None).item() == 6  # type: ignore[arg-type]
     assert both.modifies_gradients and not both.one_source_per_backward
+
+
+RULES = {
+    "nan": "stats.n * float('nan')",
+    "negative": "-stats.n",
+    "constant": "stats.n * 0 + 3",
+    "good": "stats.n.sqrt()",
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_that_acts_on_no_group_is_said_once(name, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(f"def rule(stats):\n    return {RULES[name]}\n")
+    model = Toy()
+    control = Controller(model, toy_config(name=f"{tmp_path}/mine.py:rule"))
+    optimizer = torch.optim.SGD(control.param_groups(), lr=1e-3)
+    control.attach(optimizer)
+    run(model, control, optimizer, range(16))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "acts on no group" in line]
+    assert len(lines) == (name != "good")
