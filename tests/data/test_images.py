@@ -213,10 +213,13 @@ def test_a_picture_that_changed_after_the_start_is_refused(tmp_path):
 
 def test_a_mask_that_changed_after_the_start_is_refused(tmp_path):
     root = folder(tmp_path / "d", GOOD | {"mask": "mask.png"})
-    Image.new("L", (8, 8), 255).save(root / "mask.png")
+    mask = Image.new("L", (8, 8), 0)
+    mask.paste(255, (2, 2, 6, 6))
+    mask.save(root / "mask.png")
     read = records(root)
     assert read.open(0)[2] is not None
-    Image.new("L", (8, 8), 200).save(root / "mask.png")
+    mask.paste(200, (2, 2, 6, 6))
+    mask.save(root / "mask.png")
     with pytest.raises(UserError, match=r"metadata.jsonl:1: mask .*mask.png has changed since"):
         read.open(0, picture=False)
 
