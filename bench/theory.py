@@ -136,7 +136,7 @@ def element_records(name: str, other_rooms: bool) -> tuple[list[dict], Tensor]:
                 shown = replace(shown, backdrop=another)
             picture, masks = render(shown)
             mask = backdrop_mask(masks) if element == len(scene.things) else masks[-1]
-            record = {"image": picture, "mask": mask, "foreign": foreign(shown, masks, phrases_of(name))}
+            record: dict = {"image": picture, "mask": mask, "foreign": foreign(shown, masks, phrases_of(name))}
             record |= {"phrases": shown.phrases, "role": "element", "target_id": name, "element": element}
             records.append({**record, "element_id": f"{name}/{element}", "shape": picture.size, "index": len(records)})
     return records, encode([record["image"] for record in records])
@@ -389,8 +389,8 @@ def main(argv: list[str] | None = None) -> None:
     here = facts()  # before the first row: the code has been read by now
     done = {(row["target"], row["variant"]) for row in stored(args.results)}
     asked = [(name, variant) for name in names for variant in args.variants.split(",")]
-    for run in tqdm([run for run in asked if run not in done and not args.compare], desc="predictions"):
-        append(args.results, [{**predict(*run, args.samples), **here}])
+    for name, variant in tqdm([run for run in asked if run not in done and not args.compare], desc="predictions"):
+        append(args.results, [{**predict(name, variant, args.samples), **here}])
     rows, kept = stored(args.results), stored(KEPT)
     print(f"the network has rows of {len({r['target'] for r in kept} & {*names})} of {len(names)} targets\n")
     print(table(rows, names), compared(rows, kept, names), sep="\n\n")

@@ -164,8 +164,8 @@ def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[di
         from silentbad.data.hub_data import hub_rows, hub_table  # imports datasets
 
         table = hub_table(config)
-        columns = (config.dataset_config_name, config.image_column, config.caption_column)
-        facts = repr((config.dataset_name, *columns, table._fingerprint))
+        asked = (config.dataset_config_name, config.image_column, config.caption_column)
+        facts = repr((config.dataset_name, *asked, table._fingerprint))
         key = hashlib.sha256(facts.encode()).hexdigest()[:32]
         return config.dataset_name, key, lambda: hub_rows(table, config)
     name = config.train_data_dir or ""
