@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart photos quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-fast lint documents bench bench-recovery bench-shield bench-published world-smoke world-base shield reproduce-sd15 base clean
+.PHONY: quickstart photos quickstart-training quickstart-placebo test test-kill test-thorough test-fuzz test-distributed test-fast lint documents bench bench-recovery bench-shield bench-published world-smoke world-base shield card reproduce-sd15 base clean
 
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -103,6 +103,9 @@ world-base: $(STAMP)  ## the emoji world's base: about 75 minutes of one core
 shield: export OMP_NUM_THREADS ?= 1
 shield: $(STAMP)  ## hidden pictures: scan, train without and with a guard, audit both; runs/shield/shield.html
 	$(BIN)/python -m bench.shield_story
+
+card: $(STAMP)  ## ten minutes on a CUDA card: what was not run there yet, a row each; ARGS="--minutes 20"
+	$(BIN)/python -m bench.card $(ARGS)
 
 reproduce-sd15: export HF_HUB_OFFLINE = 0
 reproduce-sd15: $(STAMP)  ## the plan of the published setting on Stable Diffusion 1.5; ARGS=--dry_run measures it here, --run trains

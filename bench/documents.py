@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import (
+    card,
     emoji_judge,
     headroom,
     instrument,
@@ -163,6 +164,7 @@ BLOCKS: dict[str, Block] = {
     **published_blocks.BLOCKS,
     **recovery_blocks.BLOCKS,
     **theory_table.BLOCKS,
+    "card": of(card.RESULTS, card.table),
     "reproduce": of(reproduce.RESULTS, reproduce.table),
     "reproduce-dry": of(reproduce.RESULTS, reproduce.dry_table),
     "judge": of("instrument.json", instrument.judge),
