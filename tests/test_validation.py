@@ -22,7 +22,7 @@ from silentbad.data.images import to_pil, to_tensor
 from silentbad.data.targets import Target, load_targets
 from silentbad.errors import UserError
 from silentbad.measure.generation import Sampler, plan
-from silentbad.measure.measure import null_source
+from silentbad.measure.measure import Measure, null_source
 from silentbad.measure.samples import slugs
 from silentbad.measure.thresholds import load_redraws
 from silentbad.model.averaging import averaged
@@ -422,7 +422,7 @@ def test_an_audit_prints_its_settings(capsys):
     assert yaml.safe_load(capsys.readouterr().out)["images_per_target"] == validation.Audit().images_per_target
 
 
-def test_audit_calibrates_on_redraws(audit_folder, tmp_path):
+def test_audit_calibrates_on_redraws(audit_folder, tmp_path, monkeypatch):
     (tmp_path / "copied.png").write_bytes((audit_folder / "copied.png").read_bytes())
     (tmp_path / "targets.jsonl").write_text((audit_folder / "copied.jsonl").read_text())
     lines = []
@@ -433,6 +433,16 @@ def test_audit_calibrates_on_redraws(audit_folder, tmp_path):
     assert run_audit(audit_folder, tmp_path / "out", str(tmp_path / "targets.jsonl")) == 4
     threshold = json.loads((tmp_path / "out" / "validation.json").read_text())["threshold"]
     assert threshold["n"] == 120 and threshold["attained"] == 0.01 and threshold["source"].startswith("redraws")
+
+    def computed(measure, redraws):
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(Measure, "_similar_to_redraws", computed)  # an audit of the same pictures reads the cache
+    assert run_audit(audit_folder, tmp_path / "again", str(tmp_path / "targets.jsonl")) == 4
+    assert json.loads((tmp_path / "again" / "validation.json").read_text())["threshold"] == threshold
+    smooth("redraw", 120).save(tmp_path / "r7.png")
+    with pytest.raises(AssertionError, match="computed again"):
+        run_audit(audit_folder, tmp_path / "other", str(tmp_path / "targets.jsonl"))
 
 
 @pytest.mark.parametrize(

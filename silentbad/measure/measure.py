@@ -17,7 +17,7 @@ from torch import Tensor
 from silentbad.data.images import open_image, resize, to_pil, to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, warn
-from silentbad.measure import failures, kept
+from silentbad.measure import failures, kept, null_rows
 from silentbad.measure.counterfactuals import (
     KINDS,
     SCENES,
@@ -393,7 +393,31 @@ class Measure:
         return self.gather(rows)
 
     def _of_redraws(self, redraws: list[Redraw]) -> list[Any]:
-        """Null rows, in batches of one target and size."""
+        """Null rows of pictures in files; similarities come from the cache where they are in it."""
+        features = [self.references(kind) for kind in (RAW, DECODED)]
+        elements = [f for of_kind in features for of_target in of_kind.elements for f in of_target]
+        masks = [mask for masks_of_target in self.masks for mask in masks_of_target]
+        facts = [
+            [self.embedder.describe(), self.reference],
+            [self.config.max_batch, self.accelerator.num_processes],
+            *(feature for of_kind in features for feature in of_kind.wholes),
+            *(elements + masks),
+            *(fact for redraw in redraws for fact in (redraw.target, redraw.file)),
+        ]
+        rows = null_rows.remembered(
+            Path(self.cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad",
+            null_rows.key(facts, self.accelerator.device),
+            len(redraws),
+            self.accelerator,
+            lambda: self._similar_to_redraws(redraws),
+        )
+        return [
+            {**row, "kind": redraw.kind, "changed": redraw.changed}
+            for row, redraw in zip(rows, redraws, strict=True)
+        ]
+
+    def _similar_to_redraws(self, redraws: list[Redraw]) -> list[Any]:
+        """Similarities of each, in batches of one target and size."""
         rows: list[tuple[int, Any]] = []
         batches: dict[tuple[int, int], list[int]] = defaultdict(list)
         for place, i in enumerate(self.share(len(redraws))):
@@ -405,9 +429,7 @@ class Measure:
                 by_size[image.shape][i] = image
             for images in by_size.values():
                 similar = self.similar(torch.stack([*images.values()]), [target] * len(images))
-                for i, row in zip(images, similar, strict=True):
-                    facts = {"kind": redraws[i].kind, "changed": redraws[i].changed}
-                    rows.append((i, row | facts))
+                rows += zip(images, similar, strict=True)
         return self.gather(rows)
 
     # ---- scores
