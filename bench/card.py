@@ -446,7 +446,7 @@ def result(row: dict, plain: dict | None) -> str:
         again = f"; two whole runs by {row['again_differs']:.1g}" if "again_differs" in row else ""
         said.append(f"differs by {row['differs']:.1g}{again}" if row["differs"] else "equal to the bit")
     if "apart" in row:
-        said.append(f"{row['apart']:.1%} from one process")
+        said.append(f"{row['apart']:.1g} of the change away from one process")
     if "rate" in row:
         said.append(f"{row['rate']:.0%} recovered in {row['took']:.0f} s")
     if "share" in row:

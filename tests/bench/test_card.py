@@ -1,12 +1,13 @@
 """The table of a card: rows on a tiny pipeline, what becomes a row, the budget, the table."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
-from bench import card, card_run
+from bench import card, card_run, size
 from bench.recovery_table import stored
 
 
@@ -153,6 +154,20 @@ def test_two_files_of_weights_are_compared(tmp_path):
 def test_a_forecast_is_read_from_a_dry_run():
     said = "  time     12 min to train, 0.3 s a step\n  drawing  about 90 s: 16 images of 20 steps\n"
     assert card.lasting(said, "time +(?:about )?") == 720 and card.lasting(said, "drawing +(?:about )?") == 90
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("flags", [card.FULL, card.LORA, card.RECOMMENDED])
+def test_a_row_of_true_size_has_forecast_and_outcome(flags, pipelines, tmp_path, monkeypatch):
+    shutil.copytree(pipelines["epsilon"], tmp_path / "sd15")
+    size.write_data(tmp_path / "elements")
+    small = ["--resolution=16", "--validation.resolution=16", "--train_batch_size=1"]
+    monkeypatch.setattr(card, "ON_CPU", small)
+    found = card.true_size(card.Place(tmp_path, False, time.monotonic() + 600), flags)
+    assert found["seconds"] > 0 and found["seconds_forecast"] > 0 and found["forecast"] > 2**28
+    assert 0 < found["share"] < 1 and len(found["measurements"]) == 2
+    row = {"row": "SD 1.5: plain", "on_cuda": True, "outcome": "measured", **found}
+    assert " of the time |" in card.table([row])
 
 
 # ---------------------------------------------------------------- the table
