@@ -25,7 +25,9 @@ def key(facts: Iterable[Any], device: torch.device) -> str:
     for fact in (*about, *facts):
         if isinstance(fact, torch.Tensor):
             total.update(f"{fact.dtype}{tuple(fact.shape)}".encode())
-            total.update(fact.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            total.update(
+                fact.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
         elif isinstance(fact, Path):
             total.update(hashlib.sha256(fact.read_bytes()).digest())
         else:
