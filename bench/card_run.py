@@ -1,4 +1,4 @@
-"""One training of bench/card.py, in a process of its own: seconds a step, peak memory, what made the host wait.
+"""One training of bench/card.py, in a process of its own.
 
     python -m bench.card_run RESULT.json PLAN.json FLAGS...
 

@@ -213,7 +213,7 @@ def test_a_picture_that_is_not_finite_is_one_line(flags, own, monkeypatch, capsy
     [
         ("", "prompts.txt holds no prompt; give one a line"),
         ("a cat\n" + "very " * 60, "prompts.txt:2: the prompt has"),
-        ('{"prompt": "a cat"}', "prompts.txt:1: the JSON would be drawn as a prompt; give one prompt a line"),
+        ('{"prompt": "a cat"}', "prompts.txt:1: the JSON would be drawn as a prompt; "),
         ("a cat\na\0dog\n", "prompts.txt:2: a prompt must be text without NUL"),
         (None, "prior_preservation.prompts (command line): no file"),
     ],

@@ -297,7 +297,7 @@ MISTAKES = {
     "no backgrounds": (("--backgrounds", "{tmp}/none"), "--backgrounds: no folder"),
     "an empty folder": (("--backgrounds", "{tmp}/empty"), "holds no picture"),
     "the target as background": (("--backgrounds", "{tmp}/copies"), "is a near copy of the target"),
-    "someone else's folder": (("--out", "{in}"), "choose an empty folder"),
+    "someone else's folder": (("--out", "{in}"), "lies in --out"),
     "too few pictures": (("--per_phrase", "0"), "per_phrase (command line): must be at least 1, got 0"),
     "a name that is no file's": (("--name", "a/b"), "--name: must be letters"),
     "no others": (("--placebo", "{tmp}/empty"), "--placebo: no folder"),
