@@ -196,7 +196,7 @@ def test_what_is_damaged_in_a_stopped_scan_is_read_again(tmp_path):
             ["--train_data_dir", "{data}", "--target_num", "2"],
             "target_num (command line): needs train_data_dir of the published layout",
         ),
-        (["--train_data_dir", "{data}", "--caption_column", "x"], "caption_column (command line): needs dataset_name"),
+        (["--train_data_dir", "{data}", "--caption_column", "x"], "metadata.jsonl:1: no x; there are: file_name"),
         (["--train_data_dir", "{data}", "--output_dir", "{data}/out"], "lies in the data, which must not change"),
     ],
 )
