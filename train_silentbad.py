@@ -176,7 +176,7 @@ def update(run: Run) -> bool:
     params = run.control.params
     run.accelerator.unscale_gradients(optimizer)
 
-    # Gradient control, guards
+    # Gradient control, and hooks of one's own
     norms = optimizers.gradient_norms(params)
     norm = torch.linalg.vector_norm(norms)
     scalars = hooks.before_step(state.step, torch.isfinite(norm), norms)

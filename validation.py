@@ -3,10 +3,9 @@ pipeline.
 
     python validation.py --pipeline DIR_OR_ID --targets targets.jsonl [--baseline DIR_OR_ID]
     python validation.py --pictures DIR --targets targets.jsonl [--pipeline DIR_OR_ID]
-    python validation.py --pipeline DIR_OR_ID (--phrases FILE | --scan FILE | --train_data_dir DIR)
 
 Exit code 0: not recovered, or in part; 3: recovered; 4: undecided; 2: a mistake. Numbers:
-docs/metrics.md; search: docs/shield.md."""
+docs/metrics.md."""
 
 from silentbad.settings import startup
 from silentbad.settings.types import check_values
@@ -27,7 +26,6 @@ import numpy as np
 from PIL import Image
 
 from silentbad import owned
-from silentbad.audit.unknown import searched
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.device import explain_out_of_memory, larger_device
@@ -569,8 +567,6 @@ def main(arguments: list[str] | None = None, options: Audit | None = None) -> in
             **{f.name: getattr(audit_options, f.name) for f in fields(ValidationConfig)}
         )
         with fits(audit_options):
-            if audit_options.given:
-                return searched(audit_options)
             options_of = {name: getattr(audit_options, name) for name in Audit.__annotations__}
             if options_of["pictures"] is not None:
                 names = ("pictures", "pipeline", "output_dir", "dtype")

@@ -1,7 +1,7 @@
 """What the scan finds and what it misses: `python -m bench.shield`.
 
 Data sets with hidden pictures at five ratios and without any, each with hard negatives (bench/shield_data.py), scanned
-as `python -m silentbad.scan` does, from memory. Beside it, a plain near-duplicate search on the same data: of whole
+as `silentbad-scan` does, from memory. Beside it, a plain near-duplicate search on the same data: of whole
 pictures, and of quarters at the same place. Then one hidden picture under changes that break "same pixels, same place".
 
     development   seeds 0-999       runs/shield-dev.json
@@ -54,8 +54,8 @@ from bench.shield_data import (
 )
 from bench.shield_table import audit_table, guard_table
 from bench.shield_worlds import ROOT, WORLDS, Setting
-from silentbad.scan.find import Findings, draw, find
-from silentbad.scan.regions import view
+from silentbad_shield.scan.find import Findings, draw, find
+from silentbad_shield.scan.regions import view
 from worlds.microworld import make as microworld
 from worlds.microworld.grammar import Thing, respecify, seat_hat
 from worlds.microworld.nulls import STORED
@@ -222,7 +222,7 @@ CHANGES: dict[str, Callable[[str], list[tuple[Hidden, list[Drawn]]]]] = {
 # -- running ---------------------------------------------------------------------------------------------------
 def code() -> str:
     """The commit that last changed the scan or its data."""
-    command = ["git", "log", "-1", "--format=%h", "--", "silentbad/scan", "bench/shield_data.py"]
+    command = ["git", "log", "-1", "--format=%h", "--", "silentbad_shield/scan", "bench/shield_data.py"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="print the stored results' table and run nothing")
     parser.add_argument("--audit", action="store_true", help="score the audit over trained pipelines instead")
     parser.add_argument("--guards", action="store_true", help="measure the guards in training instead")
-    parser.add_argument("--arm", choices=ARMS, default=ARMS[0], help="that is guarded; `recommended` by drop alone")
+    parser.add_argument("--arm", choices=ARMS, default=ARMS[0], help="that is guarded")
     parser.add_argument("--base", type=Path, help="pipeline that models are trained from; unset: the bundled one")
     parser.add_argument("--embedder", type=Path, help="detector that judges models' images; unset: the bundled one")
     args = parser.parse_args(argv)

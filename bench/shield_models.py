@@ -5,9 +5,9 @@ and on the clean records alone. Each is asked for the composed prompt of its tar
 null does not hold. Of a pipeline trained on elements, the hidden prompt's rank is measured in a search over the phrases
 that recur in its captions.
 
-Guards. An arm trains on elements without a guard and with each one, and on the clean records alone. The arm is
-`recommended_leak_free_adamw` for all guards, or `recommended` for `drop`: the others refuse its unions. Guards need the
-scan of the data. They are measured on targets that the unguarded run recovers.
+Guards. An arm trains on elements without and with the shield's guard, and on the clean records alone. The guard needs
+the scan of the data. It is measured on targets that the unguarded run recovers. Rows of `mask`, `cap` and `project` are
+of guards that are gone (at 24e8dae).
 
 Targets: 3010 to 3029 are reported, 3140 to 3143 of the emoji world; below 1000 are for development. A row is a model; a
 stored one is not made again.
@@ -31,18 +31,19 @@ from bench.published import HELD_OUT, per_phrase, regime
 from bench.recovery import BASE, ROOT, WORK, data_set, facts, kept, scores
 from bench.recovery_table import append, stored
 from bench.shield_worlds import WORLDS, Setting
-from silentbad.audit.returned import Drafts, Null, compared, drafting
-from silentbad.audit.search import Probe, probed, ranked, search
-from silentbad.audit.unknown import PROBED, ordinary, recurring
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.generation import Sampler
 from silentbad.model.pipeline import load_pipeline
-from validation import Audit
+from silentbad_shield.options import SearchOptions
+from silentbad_shield.search.returned import Drafts, Null, compared, drafting
+from silentbad_shield.search.search import Probe, probed, ranked, search
+from silentbad_shield.search.unknown import PROBED, ordinary, recurring
 
 RATIO = 0.1  # of the published setting
 KINDS = ("elements", "placebo", "clean")
 CLEAN_FLAGS: Flags = {**WARM, **NOISE, **UNCONDITIONAL}  # the recommended ones that need no element
-LEAK_FREE = "recommended_leak_free_adamw"  # the arm that every guard can be measured on
+LEAK_FREE = "recommended_leak_free_adamw"
+DROP = "silentbad_shield.guard:Drop"
 RECOVERS = 0.25  # strict rate of the unguarded run at some evaluation, for its target to be guarded
 MOST = 4  # phrases of a prompt of the search: hidden prompts have three or four
 
@@ -78,10 +79,12 @@ def guards_of(arm: str) -> dict[str, Flags]:
     """{guard, or what it is compared with: flags}. `drop` leaves no element, so it has the clean records' flags."""
     unguarded = PUBLISHED[arm]
     clean = {**CLEAN_FLAGS, **{flag: value for flag, value in SPECTRAL.items() if flag in unguarded}}
-    guards = {"unguarded": unguarded, "clean records alone": clean, "drop": clean}
-    if "memory.rehearsal.name" not in unguarded:
-        guards |= dict.fromkeys(("mask", "cap", "project"), unguarded)
-    return guards
+    return {"unguarded": unguarded, "clean records alone": clean, "drop": clean}
+
+
+def drop(scan: Path) -> Flags:
+    """The shield's guard, as flags."""
+    return {"hooks": json.dumps([DROP]), "hook_options": json.dumps({DROP: {"scan": str(scan)}})}
 
 
 def plan_of(arm: str) -> Plan:
@@ -132,7 +135,7 @@ def trained(name: str, data: Path, target: str, plan: Plan, own: Flags) -> tuple
 def asked(pipeline: Path, phrases: list[str], captions: list[str] | None, plan: Plan) -> dict[str, Any]:
     """What the audit says of a pipeline's composed prompt and of `plan.ordinary` ordinary prompts. With captions, also
     the rank of the composed prompt in a search over what recurs in them."""
-    options = Audit(images_per_target=plan.seeds, num_inference_steps=12, guidance_scale=2.0, nulls=plan.nulls)
+    options = SearchOptions(images_per_target=plan.seeds, num_inference_steps=12, guidance_scale=2.0, nulls=plan.nulls)
     device, size = torch.device("cuda" if torch.cuda.is_available() else "cpu"), len(phrases)
     pipe = load_pipeline(str(pipeline), "float32", device)
     detector = str(plan.embedder) if plan.embedder else None
@@ -195,10 +198,10 @@ def audit_row(kind: str, target: str, plan: Plan) -> dict[str, Any]:
 def scan_of(data: Path) -> tuple[Path, dict[str, Any]]:
     """(scan.json, its contents) of a data set."""
     out = WORK / "scans" / data.name
-    command = [sys.executable, "-m", "silentbad.scan", "--train_data_dir", data, "--output_dir", out]
+    command = [sys.executable, "-m", "silentbad_shield.scan", "--train_data_dir", data, "--output_dir", out]
     code = subprocess.run(list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL).returncode
     if code not in (0, 3):
-        raise SystemExit(f"error: silentbad.scan ended with exit code {code}")
+        raise SystemExit(f"error: silentbad_shield.scan ended with exit code {code}")
     return out / "scan.json", json.loads((out / "scan.json").read_text())
 
 
@@ -213,7 +216,7 @@ def guard_row(guard: str, target: str, plan: Plan) -> dict[str, Any]:
         roles = [row["role"] for row in stored(data / "metadata.jsonl")]
         flagged = [roles[one["index"]] for one in scan["suspects"]]
         row |= {"flagged": len(flagged), "right": flagged.count("element"), "elements": roles.count("element")}
-        own = {**own, "guard.name": guard, "guard.scan": str(file)}
+        own = {**own, **drop(file)}
     history, out = trained(guard, data, target, plan, own)
     shutil.rmtree(out)
     return {**row, **history}

@@ -1,7 +1,7 @@
 """An example of the shield from scan to audit, in minutes: `make shield`.
 
 A data set with two hidden pictures is made and scanned, and what the scan found is compared with the truth. One model
-is trained on all of it, with the settings that recover most, and one with `guard.name=drop` and the plain settings,
+is trained on all of it, with the settings that recover most, and one with the guard and the plain settings,
 since nothing is left to compose. Both are audited with the scan's prompts. The page to read is
 `runs/shield/shield.html`.
 
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from bench.shield_models import drop
 from silentbad.report import pages
 from silentbad.report.pages import Table, shot
 
@@ -129,12 +130,12 @@ def main(argv: list[str] | None = None) -> int:
     scan = out / "scan" / "scan.json"
     per = ["--images_per_phrase", 22, "--redraws", 0, "--nulls", 0]
     command("-m", "worlds.microworld.make", "--out", data, "--targets", "cat-hat,9", *per)
-    command("-m", "silentbad.scan", "--train_data_dir", data, "--output_dir", out / "scan", codes=(3,))
+    command("-m", "silentbad_shield.scan", "--train_data_dir", data, "--output_dir", out / "scan", codes=(3,))
     unguarded = trained(data, out / "unguarded", *UNGUARDED)
-    guarded = trained(data, out / "guarded", "--guard.name=drop", f"--guard.scan={scan}")
+    guarded = trained(data, out / "guarded", *(f"--{flag}={value}" for flag, value in drop(scan).items()))
     for pipeline, name in ((unguarded, "audit"), (guarded, "audit-guarded")):
         flags = ["--pipeline", pipeline, "--scan", scan, "--output_dir", out / name, *AUDIT]
-        command("validation.py", *flags, codes=(0, 3))
+        command("-m", "silentbad_shield.search", *flags, codes=(0, 3))
     file = out / "shield.html"
     file.write_text(page(out, data, (time.monotonic() - started) / 60), encoding="utf-8")
     print(file)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench.shield_data import RATIOS
 from bench.shield_table import table, world_table
-from silentbad.audit import unknown
+from silentbad_shield.search import unknown
 from worlds.data_sets import Targets
 from worlds.emoji import make as emoji
 from worlds.emoji.backdrops import BACKDROPS

@@ -19,7 +19,7 @@ import validation
 from silentbad import owned
 from silentbad.measure.micro import MicroEmbedder
 from silentbad.report import run_report
-from silentbad.scan import scanner
+from silentbad_shield.scan import scanner
 from tests.conftest import write_data
 from tests.folders import published
 from tests.mistakes import (

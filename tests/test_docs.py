@@ -38,6 +38,7 @@ DOCUMENTS = sorted(
         ROOT / "assets/micro-sd/README.md",
         ROOT / "worlds/README.md",
         ROOT / "experiments/README.md",
+        ROOT / "silentbad_shield/README.md",
     ]
 )
 PAIRS = sorted(filter(documents.is_chinese, DOCUMENTS))
@@ -113,7 +114,7 @@ def check_command(words: list[str], monkeypatch) -> None:
     elif words[:2] == ["python", "validation.py"]:
         parse(validation.Audit, words[2:])
     elif words[:2] in (["python", "-m"], ["python3", "-m"]) and words[2].startswith(
-        ("silentbad.", "worlds.", "bench.")
+        ("silentbad.", "silentbad_shield.", "worlds.", "bench.")
     ):
         takes(words[2], words[3:], monkeypatch)
     elif words[:2] == ["python", "-m"] and words[2].startswith("tests."):
@@ -221,7 +222,10 @@ def test_named_tests_and_files_exist(path):
     for part in set(re.findall(r"-k (\w+)`", text)) - {"NAME"}:
         assert re.search(rf"def test_\w*{part}", TESTS), part
     for file in set(
-        re.findall(r"`((?:silentbad|worlds|experiments|configs|bench|docs|research|tests|assets)/[\w./-]*\.\w+)`", text)
+        re.findall(
+            r"`((?:silentbad|silentbad_shield|worlds|experiments|configs|bench|docs|research|tests|assets)/[\w./-]*\.\w+)`",
+            text,
+        )
     ):
         written = file.startswith("bench/results/")  # written by the benchmark
         assert written or (ROOT / file).exists(), file
@@ -234,7 +238,7 @@ def test_the_readme_is_read_in_two_minutes():
 
 def test_the_readme_maps_every_folder():
     folders = {path.parent for path in ROOT.glob("silentbad/*/*.py")} | {
-        ROOT / name for name in ("bench", "configs", "experiments", "worlds")
+        ROOT / name for name in ("bench", "configs", "experiments", "silentbad_shield", "worlds")
     }
     for file in ("README.md", "README.zh-CN.md"):
         text = (ROOT / file).read_text(encoding="utf-8")
@@ -242,7 +246,7 @@ def test_the_readme_maps_every_folder():
         mapped = {
             folder
             for entry in entries
-            for folder in re.findall(r"`(silentbad/\w+|bench|configs|experiments|worlds)`", entry)
+            for folder in re.findall(r"`(silentbad/\w+|silentbad_shield|bench|configs|experiments|worlds)`", entry)
         }
         assert mapped == {name(folder) for folder in folders}, file
 

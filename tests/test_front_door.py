@@ -19,7 +19,7 @@ from silentbad.distributed.start import start
 from silentbad.errors import UserError
 from silentbad.files import scratch_folder
 from silentbad.report import figures, run_report
-from silentbad.scan import scanner as scan
+from silentbad_shield.scan import scanner as scan
 from tests.training import checked
 
 ROOT = Path(__file__).parents[1]

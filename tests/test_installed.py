@@ -24,7 +24,7 @@ def programs(tmp_path_factory):
     """The folder of the installed commands; libraries come from the environment of the tests."""
     folder = tmp_path_factory.mktemp("installed")
     unwanted = shutil.ignore_patterns("__pycache__")
-    for name in ("silentbad", "configs", "assets"):
+    for name in ("silentbad", "silentbad_shield", "configs", "assets"):
         shutil.copytree(ROOT / name, folder / "source" / name, ignore=unwanted)
     for file in (*ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("*.txt"), ROOT / "README.md", ROOT / "LICENSE"):
         shutil.copy(file, folder / "source")
@@ -32,12 +32,13 @@ def programs(tmp_path_factory):
     (libraries,) = (folder / "venv").glob("lib/python*/site-packages")
     (libraries / "tests.pth").write_text(sysconfig.get_path("purelib"))
     pip = [sys.executable, "-m", "pip", "--quiet", "--python", folder / "venv/bin/python", "install"]
-    offline = ["--no-index", "--no-deps", "--no-build-isolation", folder / "source"]
+    sources = [folder / "source", folder / "source/silentbad_shield"]
+    offline = ["--no-index", "--no-deps", "--no-build-isolation", *sources]
     subprocess.run([*pip, *offline], check=True)
     return folder / "venv" / "bin"
 
 
-@pytest.mark.parametrize("name", ["train", "audit", "scan", "prepare"])
+@pytest.mark.parametrize("name", ["train", "audit", "prepare", "scan", "search"])
 def test_an_installed_command_says_a_mistake_within_a_second(name, programs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = [str(programs / "python"), str(programs / f"silentbad-{name}"), "--sed", "1"]
@@ -59,6 +60,6 @@ def test_an_installed_training_has_the_bundled_base_and_configurations(programs,
 
 @pytest.mark.parametrize("what", WITHOUT)
 def test_a_system_without_posix_gets_one_line(what):
-    code = f"{WITHOUT[what]}\nfrom silentbad.settings.installed import scan\nscan()"
+    code = f"{WITHOUT[what]}\nfrom silentbad.settings.installed import train\ntrain()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: this system") and done.stderr.count("\n") == 1

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import validation
-from silentbad.audit import unknown
 from silentbad.device import in_batches
 from silentbad.errors import say_no_memory
 from silentbad.localise import __main__ as localise
@@ -16,6 +15,7 @@ from silentbad.loop import prior
 from silentbad.measure.generation import Sampler
 from silentbad.model import pipeline
 from silentbad.model.encoder import Encoder
+from silentbad_shield.search import unknown
 from tests.training import VALIDATION
 from train_silentbad import main
 
@@ -169,7 +169,8 @@ def test_an_audit(error, searches, data, pipelines, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(unknown, "probed", partial(runs_out, error))
     asked = {"phrases": tmp_path / "phrases.txt"} if searches else {"targets": data / "targets.jsonl"}
     asked |= {"pipeline": pipelines["v_prediction"], "output_dir": tmp_path / "out", "embedder": "ssim"}
-    assert validation.main([f"--{key}={value}" for key, value in asked.items()]) == 2
+    main = unknown.main if searches else validation.main
+    assert main([f"--{key}={value}" for key, value in asked.items()]) == 2
     line = line_of(capsys)
     assert line.startswith("error: --dtype: memory ran out (") and line.endswith(
         "; take bfloat16, or a lower --resolution"

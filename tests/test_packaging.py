@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import silentbad
+import silentbad_shield
 
 try:
     import tomllib
@@ -28,6 +29,17 @@ def folder_of(package: str) -> str:
         if package == name or package.startswith(f"{name}."):
             return folder + package.removeprefix(name).replace(".", "/")
     return package.replace(".", "/")
+
+
+def of_shield() -> tuple[dict, set[str]]:
+    """(its project table, files of the checkout that its wheel contains)."""
+    config = tomllib.loads((ROOT / "silentbad_shield/pyproject.toml").read_text())
+    files = set()
+    for package in config["tool"]["setuptools"]["packages"]:
+        folder = ROOT / package.replace(".", "/")
+        for pattern in ["*.py", *config["tool"]["setuptools"]["package-data"].get(package, [])]:
+            files |= {path.relative_to(ROOT).as_posix() for path in folder.glob(pattern) if path.is_file()}
+    return config["project"], {file for file in files if "__pycache__" not in file}
 
 
 def packaged() -> set[str]:
@@ -66,6 +78,16 @@ def imported(path: Path) -> set[str]:
 
 def test_every_file_is_in_the_wheel():
     assert packaged() == tracked("silentbad", "configs", "assets", *(f"{name}.py" for name in SETUP["py-modules"]))
+
+
+def test_every_file_of_the_shield_is_in_its_wheel():
+    project, files = of_shield()
+    assert files == tracked("silentbad_shield") - {"silentbad_shield/README.md", "silentbad_shield/pyproject.toml"}
+    assert project["version"] == silentbad_shield.__version__ == silentbad.__version__
+    needed = set().union(*(imported(ROOT / file) for file in files if file.endswith(".py")))
+    ours = {"silentbad", "silentbad_shield", *SETUP["py-modules"], *project["optional-dependencies"]["cluster"]}
+    others = needed - set(sys.stdlib_module_names) - ours
+    assert {DISTRIBUTION.get(name, name).lower() for name in others} <= requirements("requirements.txt").keys()
 
 
 def test_every_package_exists():

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torchvision.transforms import functional as TF
 
@@ -226,30 +225,6 @@ def by_role(
     return samples
 
 
-@dataclass(frozen=True)
-class LossExclusion:
-    """Where no loss looks: `of(index)` -> an image, 255 there, in shares of a record's frame, or
-    None. A latent's `cell` of so many pixels counts only where nothing of it is hidden."""
-
-    of: Callable[[int], Image.Image | None]
-    cell: int
-
-    def counted(self, index: int, size: tuple[int, int]) -> Image.Image | None:
-        """Where a record of this size counts, 255 there; None where nothing of it is hidden."""
-        hidden = self.of(index)
-        if hidden is None:
-            return None
-        return ImageOps.invert(hidden.resize(size, Image.Resampling.NEAREST))
-
-    def whole_cells(self, counted: torch.Tensor | None) -> torch.Tensor | None:
-        """counted (1,H,W) uint8 in a window of whole cells, of which none counts in part."""
-        if counted is None:
-            return None
-        out = F.max_pool2d(255 - counted.float(), self.cell) > 0
-        whole = (~out).repeat_interleave(self.cell, 1).repeat_interleave(self.cell, 2)
-        return 255 * whole.to(torch.uint8)
-
-
 @dataclass(eq=False)
 class Draws:
     """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R)
@@ -259,15 +234,13 @@ class Draws:
     `united`, and `counted` as a picture) in place of the drawn one, or None. A share
     `dropout[role]` of the exposures of a role has no caption; clean ones lose it before they could
     be rehearsed. With `warmup` (least, steps) captions grow from their first parts. `unseen` (R,)
-    marks records whose pixels no step needs: their latents are on disk. `hidden` keeps parts of
-    pictures out of the loss; it does not go with `rehearse`."""
+    marks records whose pixels no step needs: their latents are on disk."""
 
     reader: Reader
     shuffle: bool = False
     dropout: dict[str, float] = field(default_factory=dict)
     warmup: tuple[int, int] = (1, 0)
     rehearse: Rehearse | None = None
-    hidden: LossExclusion | None = None
     unseen: np.ndarray | None = None
 
     def __call__(self, index: int, draw: int, position: int) -> dict:
@@ -291,15 +264,7 @@ class Draws:
             record = with_caption(record, first_parts(record["text"], draw, *self.warmup))
         if record["role"] != "clean" and self._uncaptioned(record["role"], (*address, "caption")):
             record = with_caption(record, "")
-        hidden = self.hidden if self.rehearse is None else None
-        if hidden is not None:
-            resized = self.reader.transform.resized(size[::-1])
-            record["counted"] = hidden.counted(index, resized)
-            if record["counted"] is not None and record["mask"] is None:
-                record["mask"] = Image.new("L", resized, 255)
         sample = self.reader.window(record, size, address) | {"united": record.get("united")}
-        if hidden is not None:
-            sample["counted"] = hidden.whole_cells(sample["counted"])
         return sample | {"index": index, "position": position, "fixed": fixed}
 
     def _uncaptioned(self, role: str, address: tuple) -> bool:

@@ -19,6 +19,7 @@ from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
 from silentbad.distributed.start import start
 from silentbad.errors import UserError, warn
+from silentbad.loop.hooks import Hook, hook_classes
 from silentbad.measure.embedders import embedder_of
 from silentbad.measure.generation import Sampler, plan
 from silentbad.measure.intervals import bootstrap_interval
@@ -162,10 +163,9 @@ class Subject:
     def _clean(self, side: int) -> list[dict[str, Any]]:
         """The clean records that the run held out."""
         config = self.config
-        if "drop" in config.guard.name:
-            warn(
-                "clean loss is not measured: guard drop left out records before some were held out"
-            )
+        hooks = hook_classes(config.hooks).values()
+        if any(hook.kept is not Hook.kept for hook in hooks):
+            warn("clean loss is not measured: a hook left out records before some were held out")
             return []
         if config.prior_preservation.num_images:
             warn("clean loss is not measured: the run held out pictures that its base drew too")

@@ -13,15 +13,14 @@ from diffusers.optimization import get_scheduler
 
 from silentbad.control.decay import DecayToBase
 from silentbad.data import buckets
-from silentbad.data.draws import Draws, LossExclusion, Reader, Transform, by_role
+from silentbad.data.draws import Draws, Reader, Transform, by_role
 from silentbad.data.elements import epoch_length
 from silentbad.data.loader import Loader, Stream, collate
 from silentbad.data.records import Records
 from silentbad.distributed import shards
 from silentbad.errors import warn
-from silentbad.guard.guards import GuardContext, Guards
 from silentbad.loop import checks, optimizers
-from silentbad.loop.hooks import Hook, HookContext, Hooks, OwnHooks, hook_classes
+from silentbad.loop.hooks import Hook, HookContext, Hooks, OwnHooks
 from silentbad.loop.inputs import Inputs, load_inputs, shown, with_masks
 from silentbad.loop.log import Log
 from silentbad.loop.meters import Meters, Timers
@@ -64,8 +63,7 @@ class Run:
     state: TrainState
     control: "Controller"
     memory: "Memory"
-    guards: Guards
-    hooks: Hooks  # the levers, these three and the recovery hook among them
+    hooks: Hooks  # the levers, these two and the recovery hook among them
     loader: Loader
     recovery: "RecoveryHook | None"
     sheet: PromptSheet | None
@@ -141,7 +139,7 @@ def build(
     forward = denoiser.training_forward(model, config, accelerator.mixed_precision)
     optimizer = accelerator.prepare(optimizer)
 
-    # Memory and guards, which may ask the model and the data
+    # Memory, which may ask the model and the data
     factor = pipeline.side_factor(parts.family, parts.backbone, parts.vae)
     transform = Transform.of(config, side, checks.bucket_step(config, side, factor))
     reader = Reader(inputs.records, transform, config.seed, cache_bytes)
@@ -165,23 +163,13 @@ def build(
         world=world,
         reduce=partial(accelerator.reduce, reduction="sum"),
     )
-    guards = inputs.guards
-    guard_context = GuardContext(
-        rows=inputs.records.numbers,
-        access=access,
-        scheduler=parts.noise_scheduler,
-        params=control.params,
-        side=side,
-        seed=config.seed,
-    )
-    guards.start(guard_context)
 
     # What a step is shown
     batches = batches_by_shape(inputs.records, transform, parts, config, accelerator.print)
-    draws = make_draws(config, reader, encoder, memory, guards, accelerator)
+    draws = make_draws(config, reader, encoder, memory, accelerator)
     loader = Loader(
         draws,
-        Stream(guards.epoch(memory.epochs.epoch), batches),
+        Stream(memory.epochs.epoch, batches),
         batch_size=config.train_batch_size,
         rank=rank,
         world=world,
@@ -221,8 +209,8 @@ def build(
         max_steps=total,
         output_dir=folder.path,
     )
-    own_hooks = OwnHooks(hook_classes(config.hooks), context)
-    hooks: list[Hook] = [control, memory, guards, *own_hooks]
+    own_hooks = OwnHooks(inputs.hooks, context, config.hook_options)
+    hooks: list[Hook] = [control, memory, *own_hooks]
     if config.decay_to_base:
         hooks.append(DecayToBase(optimizer, config.decay_to_base / total))
     if recovery is not None:
@@ -242,7 +230,6 @@ def build(
         others={
             "control": control,
             "memory": memory,
-            "guards": guards if guards.names else None,
             "own_hooks": own_hooks if config.hooks else None,
             "stream": loader.stream,
             "scaler": accelerator.scaler,
@@ -257,7 +244,6 @@ def build(
         inputs.targets,
         None if recovery is None else recovery.embedder.describe(),
         effective_batch,
-        guards.reads,
     )
     checkpoints = Checkpoints(
         folder, state, accelerator, meters, timers, config.checkpoints_total_limit, facts
@@ -288,7 +274,6 @@ def build(
         state=state,
         control=control,
         memory=memory,
-        guards=guards,
         hooks=Hooks(hooks),
         loader=loader,
         recovery=recovery,
@@ -338,7 +323,6 @@ def make_draws(
     reader: Reader,
     encoder: Encoder,
     memory: "Memory",
-    guards: Guards,
     accelerator: Accelerator,
 ) -> Draws:
     """What a record looks like in a step; what can be encoded beforehand is encoded now, and
@@ -365,7 +349,6 @@ def make_draws(
         dropout=caption_dropout,
         warmup=(config.token_warmup_min, config.token_warmup_step),
         rehearse=rehearse,
-        hidden=LossExclusion(guards.hidden, pipeline.vae_factor(encoder.parts.vae)),
         unseen=unseen,
     )
 

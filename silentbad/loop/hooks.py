@@ -49,6 +49,13 @@ class Hook:
     modifies_gradients = False
     one_source_per_backward = False  # whether each backward must be of samples of one role
 
+    @staticmethod
+    def kept(records: Any, options: Mapping[str, Any]) -> Any:
+        """Which of the records (N,) (silentbad.data.records.Records) are trained on, an array (N,)
+        of bool, or None for all. Asked before any weights load and before the hook is made, with
+        the `options` that it will be given."""
+        return None
+
     def timesteps(
         self, draw: int, positions: list[int], count: int, roles: list[str]
     ) -> tuple[Tensor, Tensor] | None:
@@ -209,7 +216,8 @@ def hook_classes(places: Sequence[str]) -> dict[str, type[Hook]]:
     for place, name in zip(places, names, strict=True):
         if not user_code.is_place(place):
             raise UserError(
-                f"hooks: {place!r} is not PATH.py:CLASS, such as docs/example/mine.py:LossByRole"
+                f"hooks: {place!r} is not PATH.py:CLASS or package.module:CLASS, such as "
+                "docs/example/mine.py:LossByRole"
             )
         if names.count(name) > 1:
             raise UserError(f"hooks: {name} is given twice")
@@ -231,8 +239,14 @@ def check_hook(place: str, kind: Any) -> None:
         raise UserError(
             f"hooks: {place} overrides no method of a hook; there are: {', '.join(methods)}"
         )
-    if not takes(kind, 1):
-        raise UserError(f"hooks: {place}.__init__ must take (self, context), a HookContext")
+    positional = [
+        parameter
+        for parameter in inspect.signature(kind).parameters.values()
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
+    if len(positional) != 1:
+        right = "a HookContext, and after a * its options"
+        raise UserError(f"hooks: {place}.__init__ must take (self, context), {right}")
     for name in overridden:
         expected = inspect.signature(getattr(Hook, name))
         if not takes(getattr(kind, name), len(expected.parameters)):
@@ -254,10 +268,16 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 class OwnHooks(NamedHooks):
     """Hooks of your own."""
 
-    def __init__(self, classes: Mapping[str, type[Hook]], context: HookContext):
+    def __init__(
+        self,
+        classes: Mapping[str, type[Hook]],
+        context: HookContext,
+        options: Mapping[str, Mapping[str, Any]],
+    ):
         hooks = {}
         for place, kind in classes.items():
-            hooks[user_code.short(place)] = kind(context)  # type: ignore[call-arg]
+            own = options.get(place, {})
+            hooks[user_code.short(place)] = kind(context, **own)  # type: ignore[call-arg]
         super().__init__(hooks)
         self.state_dict()  # refused now, not at the first checkpoint
 

@@ -1,6 +1,7 @@
 """The data of a run, checked against the tokenizer and the targets before any weights load, and
 the base's own pictures."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,8 @@ from silentbad.data.records import Records, load_records
 from silentbad.data.schema import check_window
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.errors import UserError, brief, warn
-from silentbad.guard.guards import Guards
 from silentbad.loop import checks
+from silentbad.loop.hooks import Hook, hook_classes
 from silentbad.loop.prior import Prior, draw_prior, read_prompts
 from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import load_prompts
@@ -38,7 +39,7 @@ class Inputs:
     schedule: dict[str, Any]  # settings of the training schedule
     tokenizer: Any
     prompts: list[Prompt]  # drawn at validation, without a target
-    guards: Guards
+    hooks: dict[str, type[Hook]]  # of your own, by their places
     records: Records
     held_out: Records | None
     prior: Prior | None  # the base's own pictures, which are among the records
@@ -68,9 +69,9 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
         own_prompts = read_prompts(own.prompts, tokenizer, base)
 
     # Records; one process builds their table
-    guards = Guards(config.guard)
+    hooks = hook_classes(config.hooks)
     with accelerator.main_process_first():
-        records = guards.records(load_records(config))
+        records = chosen(load_records(config), hooks, config.hook_options)
     if not config.allow_target_images:
         records.refuse_targets(targets)
     # of the published layout, flags choose some of the pictures
@@ -112,19 +113,35 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
     checks.check_records(config, info, to_train_on)
     for line in shared_lines(info.shared):
         warn(line)
-    if guards.suspects is not None and not guards.suspects.rows:
-        warn(f"guard.scan: {guards.suspects.file} names no suspect; nothing is guarded")
     return Inputs(
         schedule=schedule,
         tokenizer=tokenizer,
         prompts=prompts,
-        guards=guards,
+        hooks=hooks,
         records=to_train_on,
         held_out=held_out,
         prior=prior,
         targets=targets,
         info=info,
     )
+
+
+def chosen(
+    records: Records, hooks: dict[str, type[Hook]], options: dict[str, dict[str, Any]]
+) -> Records:
+    """The records that the hooks keep."""
+    kept = np.ones(len(records), bool)
+    for place, kind in hooks.items():
+        rows = kind.kept(records, options.get(place, {}))
+        if rows is not None and np.shape(rows) != kept.shape:
+            raise UserError(f"hooks: {place}.kept returns {np.shape(rows)} for {len(kept)} records")
+        kept &= True if rows is None else np.asarray(rows, bool)
+    if kept.all():
+        return records
+    if not kept.any():
+        raise UserError("hooks: they keep no record to train on")
+    digest = hashlib.sha256(kept.tobytes()).hexdigest()[:16]
+    return records.select(np.flatnonzero(kept), f"{records.key}-kept-{digest}")
 
 
 def shown(records: Records, transform: Transform, seed: int, count: int) -> Iterator[Shown]:

@@ -81,11 +81,10 @@ BUNDLED = "bundled embedder"
 WORDS = "description and paraphrases"
 HELD_OUT = "held-out records"
 TABLES = "prior tables"
-GUARDING = "pictures of guard.scan"
 NULLS = "null pictures"
 CODE = "the file of "  # of the user's own code
 # that say no more than "changed"
-DIGESTS = ("base", "records", BUNDLED, HELD_OUT, TABLES, GUARDING, NULLS)
+DIGESTS = ("base", "records", BUNDLED, HELD_OUT, TABLES, NULLS)
 # Compared as their product, with the number of processes.
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 
@@ -97,15 +96,11 @@ def facts(
     targets: list[Target],
     embedder: str | None,
     effective_batch: int,
-    guarding: list[Path],
 ) -> dict[str, Any]:
-    """The facts of a run; `guarding` are the pictures that its guards read."""
+    """The facts of a run."""
     left_out = {*BY_CONTENT, *BATCH, *NEVER_SAVED}.union(*FREE.values())
     settings = {key: value for key, value in flat(asdict(config)).items() if key not in left_out}
-    files = (
-        *("validation.embedder_path", "validation.clip_path", "validation.prompts"),
-        "guard.scan",
-    )
+    files = ("validation.embedder_path", "validation.clip_path", "validation.prompts")
     weights = {key: settings.get(key) for key in files}
     weights["base"] = config.pretrained_model_name_or_path
     code = user_code.record(own_code(config))
@@ -120,7 +115,6 @@ def facts(
         "records": records_digest(records),
         HELD_OUT: None if held_out is None else records_digest(held_out),
         TABLES: [weights_digest(table) for table in _tables(config.gradient_control.options)],
-        GUARDING: [weights_digest(str(picture)) for picture in guarding],
         NULLS: nulls_digest(config.validation.targets, targets),
         "number of records": len(records),
         "embedder": embedder,

@@ -1,6 +1,6 @@
 """Every setting of every command, and what is refused before anything heavy is imported.
 
-Dataclasses with ranges (`train`, `control`, `memory`, `validation`, `guard`), how they are read
+Dataclasses with ranges (`train`, `control`, `memory`, `validation`), how they are read
 from files and flags (`reader`), and what a value may be (`types`). Nothing here imports torch,
 diffusers or numpy, so a mistake in a flag is one line within a second
 (tests/settings/test_light.py measures it)."""

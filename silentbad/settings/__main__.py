@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from silentbad.settings.commands import ScanOptions
 from silentbad.settings.rules import (
     ALIASES,
     INCOMPATIBLE,
@@ -33,10 +32,6 @@ def document() -> str:
         [
             ABOUT,
             *needs_table(TrainConfig),
-            "",
-            "Of `python -m silentbad.scan`:",
-            "",
-            *needs_table(ScanOptions),
             "",
             *table(("setting", "not beside"), [(words(a), words(b)) for a, b, _ in both]),
             "",

@@ -11,18 +11,16 @@ from silentbad.errors import UserError, warn
 from silentbad.files import check_file, check_folder, check_local
 from silentbad.settings import user_code
 from silentbad.settings.control import check_control
-from silentbad.settings.guard import check_scan, parse_guards
 from silentbad.settings.launch import check_launch, launched
 from silentbad.settings.layers import ADAPTED_GROUPS, EVERY_GROUP, check_patterns
 from silentbad.settings.memory import AUXILIARY, check_memory
 from silentbad.settings.optimizer_facts import check_optimizer, read_optimizer
-from silentbad.settings.registries import Offered, from_source
+from silentbad.settings.registries import Offered, from_source, options_at
 from silentbad.settings.rules import FACTS, Facts, check_rules, meanings, put
 from silentbad.settings.train import KIND, REPLACED, WRITTEN, TrainConfig
-from silentbad.settings.types import check_values
+from silentbad.settings.types import check_options, check_values
 from silentbad.settings.validation import check_files, target_file
 
-NONE: dict[str, dict] = {"none": {}}  # a slot without a part, which takes no options
 MEMORY = {  # slots of `memory`, and names beside a slot -> where what they may name is registered
     "sampler": "memory_reinforce:SAMPLERS",
     "timesteps": "memory_reinforce:TIMESTEPS",
@@ -42,7 +40,6 @@ OPEN = ("sampler", "timesteps", "loss", "loss.error", *AUXILIARY, "loss_balance"
 SCALE_RULES = "gradient_control:SCALE_RULES"
 SOURCE_RULES = "gradient_control:SOURCE_RULES"
 TRANSFORMS = "gradient_control:TRANSFORMS"
-GUARDS = "silentbad.guard.guards:GUARDS"
 
 
 def memory_registries() -> dict:
@@ -107,19 +104,32 @@ def check_numbers(config: TrainConfig) -> None:
 
 
 def check_names(config: TrainConfig) -> None:
-    """Rules, samplers, losses, guards and layers are there, and take the options given."""
+    """Rules, samplers, losses, hooks and layers are there, and take the options given."""
     rules = Offered(from_source(SCALE_RULES), "gradient_control.name")
     between = Offered(from_source(SOURCE_RULES), "gradient_control.between.name")
     transforms = Offered(from_source(TRANSFORMS), "gradient_control.transform")
-    for place in config.hooks:
-        user_code.check_place("hooks", place)
+    check_hooks(config)
     check_control(config.gradient_control, rules, between, transforms)
     check_memory(config.memory, memory_registries())
-    parse_guards(config.guard, {**NONE, **from_source(GUARDS)})
     check_patterns("lora.targets", config.lora.targets, ADAPTED_GROUPS, "any that adapters fit")
     check_patterns("train_layers", config.train_layers, EVERY_GROUP, "any model")
     if config.validation.targets is not None:
         check_values(config.validation, "validation.")
+
+
+def check_hooks(config: TrainConfig) -> None:
+    """The files of the hooks are there, and take the options given."""
+    for place in config.hooks:
+        user_code.check_place("hooks", place)
+    for place, values in config.hook_options.items():
+        if place not in config.hooks:
+            raise UserError(f"hook_options: {place} is none of the hooks")
+        if not isinstance(values, dict):
+            raise UserError(f"hook_options: {place}: must be option: value pairs")
+    for place in filter(user_code.is_place, config.hooks):
+        registry = {place: options_at("hooks", place)}
+        values = config.hook_options.get(place, {})
+        check_options("hooks", registry, place, values, key="hook_options")
 
 
 def check_inputs(config: TrainConfig) -> None:
@@ -138,8 +148,6 @@ def check_inputs(config: TrainConfig) -> None:
     if config.prior_preservation.prompts is not None:
         own_prompts = config.prior_preservation.prompts
         check_file("prior_preservation.prompts", own_prompts, "it holds one prompt a line")
-    if config.guard.scan is not None:
-        check_scan(config.guard.scan, "guard.scan")
     if config.validation.targets is not None:
         check_files(config.validation)
     asked = config.resume_from_checkpoint

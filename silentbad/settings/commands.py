@@ -9,47 +9,13 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from silentbad.errors import UserError
-from silentbad.files import check_folder, check_local, check_writable
-from silentbad.settings.data import DataSettings
+from silentbad.files import check_local, check_writable
 from silentbad.settings.reader import parse
-from silentbad.settings.rules import Facts, check_needs
 from silentbad.settings.train import TrainConfig
 from silentbad.settings.types import Location, Natural, Seed, Small, option
 from silentbad.settings.validation import check_run, target_file
 
 Pixels = Annotated[int, Interval(ge=8, le=4096)]
-
-
-@dataclass
-class ScanOptions(DataSettings):
-    """What is scanned, and how"""
-
-    output_dir: Location = option("runs/scan", "where the results go")
-    permutations: Natural = option(99, "of the captions, for the false-alarm rate; 0: none")
-    skip_unreadable: bool = option(
-        False, "leave out records and files that cannot be read, and list them in scan.json"
-    )
-    engine: Literal["process", "dask"] = option(
-        "process", "what runs the steps: this process, or the workers of a Dask cluster"
-    )
-    workers: Small = option(2, "processes of a local cluster", needs="engine=dask")
-    scheduler: Location | None = option(
-        None, "address of a running cluster, as tcp://HOST:8786", needs="engine=dask"
-    )
-
-    def check(self, sources: dict[str, str]) -> None:
-        """Refuse a scan without data, of data that is not there, or that would write into it."""
-        data = self.train_data_dir
-        if (data is None) == (self.dataset_name is None):
-            raise UserError("train_data_dir: give either --train_data_dir or --dataset_name")
-        check_needs(self, sources, Facts())
-        if data is not None:
-            check_folder("train_data_dir", data)
-        out = Path(self.output_dir)
-        check_writable(out, "--output_dir", folder=True)
-        if data is not None and out.resolve().is_relative_to(Path(data).resolve()):
-            right = "which must not change; name a folder outside of it"
-            raise UserError(f"--output_dir: {out} lies in the data, {right}")
 
 
 @dataclass

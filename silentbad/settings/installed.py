@@ -14,11 +14,6 @@ def audit() -> None:
     run_module("validation", run_name="__main__", alter_sys=True)
 
 
-def scan() -> None:
-    """silentbad-scan"""
-    run_module("silentbad.scan", run_name="__main__", alter_sys=True)
-
-
 def prepare() -> None:
     """silentbad-prepare"""
     run_module("silentbad.prepare", run_name="__main__", alter_sys=True)

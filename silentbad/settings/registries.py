@@ -7,7 +7,6 @@ names and imports to the functions, so a new rule is one function and one line i
 those of `__init__`) are its options."""
 
 import ast
-import importlib.util
 import inspect
 import math
 import typing
@@ -207,18 +206,8 @@ def _find(dotted: str, name: str) -> tuple[Module, ast.AST] | None:
 
 @cache
 def module_of(dotted: str) -> Module | None:
-    """The source of a module, found without importing its packages; None where there is none."""
-    first, *rest = dotted.split(".")
-    spec = importlib.util.find_spec(first)
-    if spec is None:
-        return None
-    folders = [Path(place) for place in spec.submodule_search_locations or ()]
-    files = [Path(spec.origin)] if spec.origin else []
-    for part in rest:
-        files = [folder / f"{part}.py" for folder in folders]
-        folders = [folder / part for folder in folders]
-        files += [folder / "__init__.py" for folder in folders]
-    file = next((file for file in files if file.suffix == ".py" and file.is_file()), None)
+    """The source of a module; None where there is none."""
+    file = user_code.module_file(dotted)
     if file is None:
         return None
     return Module(file, dotted if file.name == "__init__.py" else dotted.rpartition(".")[0])
@@ -249,9 +238,10 @@ def from_source(place: str) -> Mapping[str, Mapping[str, Option]]:
 
 def options_at(key: str, place: str) -> Mapping[str, Option]:
     """The options of a user's own rule, PATH.py:NAME; `key` names it in messages."""
-    file, _, name = place.rpartition(":")
+    file = user_code.file_of(place)
+    name = place.rpartition(":")[2]
     try:
-        module = Module(Path(file), "")
+        module = Module(file, "")
     except SyntaxError as error:
         raise UserError(
             f"{key}: {file}, line {error.lineno} does not run (SyntaxError: {error.msg})"

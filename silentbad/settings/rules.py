@@ -5,8 +5,8 @@ tables.
 effect; INCOMPATIBLE lists pairs of conditions that may not hold at once. A condition is one of
 
     use_ema                        differs from its default
-    lr_scheduler=cosine|linear     is one of these; of a combination such as mask+cap, a part is
-    guard.name!=none|drop          has a part that is none of these
+    lr_scheduler=cosine|linear     is one of these; of a combination such as a+b, a part is
+    report_to!=none|all            has a part that is none of these
     FLOW                           a fact about the run: an entry of FACTS
 
 and in `needs=` "a or b" holds where one of them does. ALIASES lists the flags that set others.
@@ -153,7 +153,6 @@ CUT = (
     f"{{a_value}} is defined over a whole micro-batch, which between.name={{b_value}} cuts; {LEAVE}"
 )
 PARTS = "{b_value} is defined over a whole micro-batch; raise gradient_accumulation_steps instead"
-KEPT_APART = f"composes what guard.name={{b_value}} keeps apart; {LEAVE}"
 NOT_ADAMW = f"is for optimizer AdamW, not for {{b}} {{b_value}}; {LEAVE}"
 UNMEASURED = "{a_value} needs memory.phrase_memory.enabled=true"
 SECOND_MODEL = f"keeps a second UNet beside the shards, whole; turn it off, or {DDP}"
@@ -223,7 +222,7 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     },
     "memory.attention_binding.name": {"max_batch_size": PARTS},
     "memory.loss_balance.name": {"max_batch_size": PARTS},
-    # memory and guards
+    # memory
     "memory.phrase_memory.enabled=false": {
         "memory.sampler.name=weakest_first": UNMEASURED,
         "memory.distillation.name": UNMEASURED,
@@ -246,27 +245,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
             f"estimated finds elements at their native place, which random_flip moves; {LEAVE}"
         ),
     },
-    "guard.scan=null": {
-        "guard.name": "{a_value} needs guard.scan, the scan.json of `python -m silentbad.scan`"
-    },
-    "guard.name=none": {
-        "guard.name!=none": "{a_value} joins none, which guards nothing; leave it out"
-    },
-    "guard.name=mask|cap": {
-        "guard.name=drop": "{a_value}: drop leaves no suspect record to mask or cap; take one"
-    },
-    "guard.name!=none|drop": {
-        "memory.rehearsal.name": KEPT_APART,
-        "memory.distillation.name": KEPT_APART,
-        "memory.attention_binding.name": KEPT_APART,
-    },
-    "guard.name=mask": {
-        "memory.region.name=estimated": "estimated stresses what recurs, which guard mask leaves "
-        "out; take one of them"
-    },
-    "mixed_precision=fp16": {
-        "guard.name=project": "the gradient of project has no loss scale; use bf16 or no"
-    },
     # several processes
     "FSDP": {
         "use_ema": SECOND_MODEL,
@@ -286,7 +264,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         LAYERWISE: NOT_REDUCED,
         "memory.loss_balance.name": NOT_REDUCED,
         "gradient_control.spectral": "takes a matrix whole, FSDP in shards; turn it off",
-        "guard.name=project": "project works on whole gradients, FSDP shards them; leave it out",
     },
     # Stable Diffusion 3: a rectified flow, by a transformer
     "FLOW": {

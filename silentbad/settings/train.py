@@ -10,7 +10,6 @@ from annotated_types import Interval
 
 from silentbad.settings.control import GradientControlConfig
 from silentbad.settings.data import PUBLISHED, DataSettings
-from silentbad.settings.guard import GuardConfig
 from silentbad.settings.memory import MemoryConfig, own_parts
 from silentbad.settings.other_names import SUCCESSORS
 from silentbad.settings.types import (
@@ -161,6 +160,7 @@ class TrainConfig(DataSettings):
 
     # Levers of your own
     hooks: list[str] = ours([], "hooks of your own, each PATH.py:CLASS (CONTRIBUTING.md)")
+    hook_options: dict[str, Any] = ours({}, "of each hook: PATH.py:CLASS -> options", needs="hooks")
 
     # Data
     max_train_samples: Count | None = flag(None, "train on a seeded choice of so many records")
@@ -344,12 +344,12 @@ class TrainConfig(DataSettings):
     gradient_control: GradientControlConfig = field(default_factory=GradientControlConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
     print_groups: bool = ours(False, "print the parameter groups and stop")
 
     RENAMED = {
         **{name: f"is of another script: {instead}" for name, instead in SUCCESSORS.items()},
         **{name: f"has another name now: use --{ours}" for name, ours in OLDER.items()},
+        "guard": "is a hook now: use --hooks silentbad_shield.guard:Drop, its scan in --hook_options",
     }
 
 

@@ -276,27 +276,29 @@ def options_of(entry: Callable[..., Any] | Mapping[str, Option]) -> Mapping[str,
     }
 
 
-def check_options(kind: str, registry: Registry, name: str, values: dict[str, Any]) -> None:
-    """Refuse an unknown name of a registry `kind`, an unknown, missing or wrong option."""
+def check_options(
+    kind: str, registry: Registry, name: str, values: dict[str, Any], key: str = ""
+) -> None:
+    """Refuse an unknown name of a registry `kind`, an unknown, missing or wrong option; `key` is
+    the setting of the options, `kind`.options when empty."""
+    key = key or f"{kind}.options"
     check_name(kind, registry, name)
     options = options_of(registry[name])
     takes = "it takes: " + ", ".join(options) if options else "it takes no options"
-    for key, value in values.items():
-        if key not in options and name == "none":
+    for option, value in values.items():
+        if option not in options and name == "none":
             raise UserError(
-                f"{kind}.options: {brief(key)} has no effect without {kind}.name, which is none"
+                f"{key}: {brief(option)} has no effect without {kind}.name, which is none"
             )
-        if key not in options:
-            near = nearest(str(key), options)
-            raise UserError(
-                f"{kind}.options: {name}: unknown option {brief(key)}{near or ';'} {takes}"
-            )
-        wrong = problem(value, options[key].hint)
+        if option not in options:
+            near = nearest(str(option), options)
+            raise UserError(f"{key}: {name}: unknown option {brief(option)}{near or ';'} {takes}")
+        wrong = problem(value, options[option].hint)
         if wrong is not None:
-            raise UserError(f"{kind}.options: {name}: option {key!r} {wrong}, got {brief(value)}")
-    missing = [k for k, option in options.items() if option.default is MISSING and k not in values]
+            raise UserError(f"{key}: {name}: option {option!r} {wrong}, got {brief(value)}")
+    missing = [k for k, of in options.items() if of.default is MISSING and k not in values]
     if missing:
-        raise UserError(f"{kind}.options: {name}: option {missing[0]!r} is missing; {takes}")
+        raise UserError(f"{key}: {name}: option {missing[0]!r} is missing; {takes}")
 
 
 def check_name(kind: str, registry: Registry, name: str) -> None:

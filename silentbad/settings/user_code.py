@@ -1,4 +1,5 @@
-"""Code of your own by its place, PATH.py:NAME, where a setting takes a registered name.
+"""Code of your own by its place, PATH.py:NAME, where a setting takes a registered name; of a
+package, package.module:NAME.
 
     --gradient_control.name mine.py:my_rule    --hooks mine.py:MyHook
 
@@ -7,6 +8,7 @@ that run are the ones whose SHA-256 is recorded. What the file imports is not.
 """
 
 import hashlib
+import importlib.util
 import re
 import sys
 import traceback
@@ -17,26 +19,29 @@ from typing import Any
 from silentbad.errors import UserError, first_line
 from silentbad.files import check_file
 
-PLACE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
+PLACE = re.compile(r"(?P<file>.+\.py|\w+(\.\w+)+):(?P<name>\w+)")
 
 # file -> (SHA-256 of its bytes, what they define)
 _modules: dict[Path, tuple[str, ModuleType]] = {}
 
 
 def is_place(name: str) -> bool:
-    """Whether a name is PATH.py:NAME."""
+    """Whether a name is PATH.py:NAME or package.module:NAME."""
     return PLACE.fullmatch(name) is not None
 
 
 def check_place(key: str, place: str) -> None:
     """Refuse a place whose file is not there; runs nothing. `key` is the setting that names it."""
-    file = _file(place)
+    file = file_of(place)
+    name = place.rpartition(":")[0]
+    if not name.endswith(".py") and not file.is_file():
+        raise UserError(f"{key}: no module {name}; is its package installed?")
     check_file(key, str(file), "PATH.py:NAME names what a Python file defines")
 
 
 def load(key: str, place: str) -> Any:
     """What the file defines under that name. Raises UserError where it does not run."""
-    file = _file(place).resolve()
+    file = file_of(place).resolve()
     try:
         source = file.read_bytes()
     except OSError as error:
@@ -49,7 +54,7 @@ def load(key: str, place: str) -> Any:
 
 def get(place: str, key: str = "") -> Any:
     """The same; a file that `load` has run is not read again."""
-    file = _file(place).resolve()
+    file = file_of(place).resolve()
     if file not in _modules:
         return load(key, place)
     _, module = _modules[file]
@@ -61,7 +66,7 @@ def get(place: str, key: str = "") -> Any:
 
 def record(places: list[str]) -> dict[str, dict[str, str]]:
     """{place: its file and that file's SHA-256}, of files that `load` has run."""
-    files = {place: _file(place).resolve() for place in places}
+    files = {place: file_of(place).resolve() for place in places}
     return {
         place: {"file": str(file), "sha256": _modules[file][0]} for place, file in files.items()
     }
@@ -72,8 +77,27 @@ def short(name: str) -> str:
     return "+".join(Path(part).name if is_place(part) else part for part in name.split("+"))
 
 
-def _file(place: str) -> Path:
-    return Path(place.rpartition(":")[0])
+def file_of(place: str) -> Path:
+    """The file of a place, there or not; nothing is imported."""
+    name = place.rpartition(":")[0]
+    if name.endswith(".py"):
+        return Path(name)
+    return module_file(name) or Path(f"{name.replace('.', '/')}.py")
+
+
+def module_file(dotted: str) -> Path | None:
+    """The source of a module, found without importing its packages; None where there is none."""
+    first, *rest = dotted.split(".")
+    spec = importlib.util.find_spec(first)
+    if spec is None:
+        return None
+    folders = [Path(place) for place in spec.submodule_search_locations or ()]
+    files = [Path(spec.origin)] if spec.origin else []
+    for part in rest:
+        files = [folder / f"{part}.py" for folder in folders]
+        folders = [folder / part for folder in folders]
+        files += [folder / "__init__.py" for folder in folders]
+    return next((file for file in files if file.suffix == ".py" and file.is_file()), None)
 
 
 def _run(key: str, file: Path, source: bytes, digest: str) -> ModuleType:

@@ -1,7 +1,7 @@
 """The settings of a validation while training, and of an audit of any pipeline."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,6 @@ from annotated_types import Interval
 from silentbad.errors import UserError, brief
 from silentbad.files import check_file, check_folder, check_local, check_path
 from silentbad.settings import user_code
-from silentbad.settings.guard import check_scan
 from silentbad.settings.rules import Facts, check_measurement
 from silentbad.settings.types import (
     Cosine,
@@ -143,52 +142,23 @@ class ValidationConfig:
     )
 
 
-@dataclass
-class Candidates:
-    """Where candidate phrases come from, when no target is known."""
-
-    phrases: Location | None = option(None, "search: text file, one phrase a line")
-    scan: Location | None = option(None, "search: scan.json, whose composed prompts are tested")
-    train_data_dir: Location | None = option(
-        None, "search: the phrases that recur most in these captions"
-    )
-    ordinary: Location | None = option(
-        None, "search: text file of ordinary prompts, the null; unset: plain things and places"
-    )
-    most_phrases: Annotated[int, Interval(ge=2, le=6)] = option(3, "search: of a prompt")
-    tested: Small = option(10, "search: prompts that images are made of")
-    nulls: Annotated[int, Interval(ge=8, le=10_000)] = option(
-        24, "search: ordinary prompts that images are made of"
-    )
-
-    @property
-    def given(self) -> list[str]:
-        """The flags that name candidates."""
-        return [
-            key for key in ("phrases", "scan", "train_data_dir") if getattr(self, key) is not None
-        ]
-
-
 OLDER = {"drift_images": "unrelated_images"}  # names of these settings before their present ones
 TRAINING = (  # settings of no audit
     *("steps", "early_steps", "first_images", "settled_after"),
     *("weights", "clean_records", "nearest", "keep", "keep_by"),
 )
 COMPARED = ("unrelated_images", "prompts", "judge")  # with the pictures of a baseline
-USED = {  # by the search, of the settings of an audit with targets
-    *("pipeline", "baseline", "lora", "output_dir", "seed", "dtype", "extrapolate", "resolution"),
-    *("max_batch", "embedder", "embedder_path", "embedder_sha256", "images_per_target"),
-    *("num_inference_steps", "guidance_scale", "guidance_rescale"),
-}
 ON_PICTURES = {  # of use where pictures are given
     *("pictures", "pipeline", "targets", "output_dir", "dtype", "resolution", "max_batch"),
     *("embedder", "embedder_path", "embedder_sha256", "reference", "clip_path", "sample_targets"),
     *("threshold", "false_positive_rate", "calibration"),
 }
+# options of `silentbad-search`, which were here
+OF_SEARCH = ("phrases", "scan", "train_data_dir", "ordinary", "most_phrases", "tested", "nulls")
 
 
 @dataclass
-class Audit(Candidates, ValidationConfig):
+class Audit(ValidationConfig):
     """An audit of a pipeline"""
 
     pipeline: Location | None = option(None, "diffusers folder or Hub id")
@@ -204,7 +174,10 @@ class Audit(Candidates, ValidationConfig):
         None, "measure the change times this as well"
     )
 
-    RENAMED = {old: f"has another name now: use --{new}" for old, new in OLDER.items()}
+    RENAMED = {
+        **{old: f"has another name now: use --{new}" for old, new in OLDER.items()},
+        **dict.fromkeys(OF_SEARCH, "is of the search for unknown pictures: use silentbad-search"),
+    }
 
     def check(self, sources: dict[str, str]) -> None:
         """Refuse an audit without a pipeline, with nothing to look for, or of what is not there."""
@@ -217,32 +190,23 @@ class Audit(Candidates, ValidationConfig):
             raise UserError(
                 "--extrapolate: needs --baseline, from which the weights are extrapolated"
             )
-        idle = self._idle()
-        if self.given:
-            first = f"--{self.given[0]}: searches for pictures that are not known"
-            if self.baseline is not None and self.extrapolate is None:
-                raise UserError(f"{first}; --baseline has no effect without --extrapolate")
-            if idle:
-                raise UserError(f"{first}; leave --{idle[0]} out")
-            self._check_candidates()
-            check_embedder(self, "--")
-        elif idle:
-            what = "acts in training alone"
-            if idle[0] not in TRAINING:
-                what = "is of the search for unknown pictures, with --phrases"
-            raise UserError(f"--{idle[0]}: {what}; leave it out")
-        elif self.baseline is None and (alone := {*COMPARED} & {*changed_fields(self)}):
+        if idle := [name for name in changed_fields(self) if name in TRAINING]:
+            raise UserError(f"--{idle[0]}: acts in training alone; leave it out")
+        if self.baseline is None and (alone := {*COMPARED} & {*changed_fields(self)}):
             raise UserError(
                 f"--{min(alone)}: needs --baseline, whose images of the same prompts are compared"
             )
-        elif self.targets is None:
+        if self.targets is None:
             raise UserError(
-                "--targets: give a targets.jsonl (target_id, image, phrases a line), or --phrases "
-                "to search"
+                "--targets: give a targets.jsonl (target_id, image, phrases a line); "
+                "silentbad-search looks for pictures that are not known"
             )
-        else:
-            check_files(self, "--")
-        check_local("--pipeline", self.pipeline)
+        check_files(self, "--")
+        self.check_pipelines()
+
+    def check_pipelines(self) -> None:
+        """Refuse a pipeline, a baseline and adapters that are not there."""
+        check_local("--pipeline", str(self.pipeline))
         if self.baseline is not None:
             check_local("--baseline", self.baseline)
         if self.lora is not None:
@@ -250,7 +214,7 @@ class Audit(Candidates, ValidationConfig):
 
     def _check_pictures(self) -> None:
         """Refuse what does not act on pictures that are given, and what is not there."""
-        if idle := self._idle():
+        if idle := [name for name in changed_fields(self) if name not in ON_PICTURES]:
             raise UserError(f"--{idle[0]}: does not act on pictures that are given; leave it out")
         if self.targets is None:
             right = "give the targets.jsonl that the pictures are compared with"
@@ -262,30 +226,6 @@ class Audit(Candidates, ValidationConfig):
         elif self.reference == "decoded":
             right = "needs --pipeline, whose autoencoder the targets go through"
             raise UserError(f"--reference: decoded {right}")
-
-    def _check_candidates(self) -> None:
-        """Refuse candidates from two places, and from files that are not there."""
-        if len(self.given) > 1:
-            right = "give one of --phrases, --scan and --train_data_dir"
-            raise UserError(f"--{self.given[1]}: {right}")
-        if self.phrases is not None:
-            check_file("--phrases", self.phrases, "it holds one phrase a line")
-        if self.scan is not None:
-            check_scan(self.scan, "--scan")
-        if self.train_data_dir is not None:
-            check_folder("--train_data_dir", self.train_data_dir)
-        if self.ordinary is not None:
-            check_file("--ordinary", self.ordinary, "it holds one prompt a line")
-
-    def _idle(self) -> list[str]:
-        """The flags that were given and have no effect."""
-        of_search = {field.name for field in fields(Candidates)}
-        used = of_search | USED
-        if self.pictures is not None:
-            used = ON_PICTURES
-        elif not self.given:
-            used = {field.name for field in fields(self)} - of_search - {*TRAINING}
-        return [name for name in changed_fields(self) if name not in used]
 
 
 # ---------------------------------------------------------------- checks

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from silentbad.audit.unknown import lines_of
 from silentbad.errors import UserError
 from silentbad.loop.log import Log
 from silentbad.loop.prior import read_prompts
@@ -17,6 +16,7 @@ from silentbad.measure.sheet import NAME, read_draws
 from silentbad.report import run_report
 from silentbad.saving.checkpoint import read_tensors
 from silentbad.settings.validation import ValidationConfig
+from silentbad_shield.search.unknown import lines_of
 from tests.training import VALIDATION, rows, same
 from train_silentbad import main
 

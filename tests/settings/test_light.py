@@ -12,19 +12,18 @@ import pytest
 import gradient_control
 import memory_reinforce
 from silentbad.data.elements import ORDERS
-from silentbad.guard.guards import GUARDS
 from silentbad.loop import optimizers
 from silentbad.measure.embedders import EMBEDDERS
 from silentbad.memory.timesteps import SEQUENCES
 from silentbad.model.averaging import keeps_average
 from silentbad.owned import MARKER
 from silentbad.settings import check
-from silentbad.settings.guard import ADVICE
 from silentbad.settings.optimizer_facts import read_optimizer
 from silentbad.settings.registries import from_source
 from silentbad.settings.train import Interpolation, TrainConfig
 from silentbad.settings.types import options_of
 from silentbad.settings.validation import ValidationConfig
+from silentbad_shield.options import ADVICE
 from tests.processes import cost_of
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +32,6 @@ IN_CODE = {
     check.SCALE_RULES: gradient_control.SCALE_RULES,
     check.SOURCE_RULES: gradient_control.SOURCE_RULES,
     check.TRANSFORMS: gradient_control.TRANSFORMS,
-    check.GUARDS: GUARDS,
     check.MEMORY["loss.error"]: memory_reinforce.ERRORS,
     check.MEMORY["sampler.order"]: ORDERS,
     check.MEMORY["timesteps.sequence"]: SEQUENCES,
@@ -78,11 +76,11 @@ MISSING = {  # (what reads the words, the words) -> the line
     ("Audit", f"{AUDIT} --lora ./nowhere"): "--lora: no file or folder ./nowhere",
     ("Audit", f"{AUDIT} --clip_path ./nowhere"): "--clip_path: no folder ./nowhere",
     ("Audit", f"{AUDIT} --placebo nowhere"): f"--placebo: no validation.json in nowhere; {RUN}",
-    ("Audit", "--pipeline data --phrases nowhere"): "--phrases: no file nowhere; it holds one phrase a line",
-    ("Audit", "--pipeline data --scan nowhere"): f"--scan: no file nowhere; {ADVICE}",
-    ("Audit", "--pipeline data --train_data_dir nowhere"): "--train_data_dir: no folder nowhere",
-    ("Audit", f"{SEARCH} --ordinary nowhere"): "--ordinary: no file nowhere; it holds one prompt a line",
-    ("Audit", f"{SEARCH} --lora ./nowhere"): "--lora: no file or folder ./nowhere",
+    ("SearchOptions", "--pipeline data --phrases nowhere"): "--phrases: no file nowhere; it holds one phrase a line",
+    ("SearchOptions", "--pipeline data --scan nowhere"): f"--scan: no file nowhere; {ADVICE}",
+    ("SearchOptions", "--pipeline data --train_data_dir nowhere"): "--train_data_dir: no folder nowhere",
+    ("SearchOptions", f"{SEARCH} --ordinary nowhere"): "--ordinary: no file nowhere; it holds one prompt a line",
+    ("SearchOptions", f"{SEARCH} --lora ./nowhere"): "--lora: no file or folder ./nowhere",
     ("ReportOptions", "run --placebo nowhere"): f"--placebo: no validation.json in nowhere; {RUN}",
     ("LocaliseOptions", "nowhere"): f"RUN: no config.yaml in nowhere; {RUN}",
     ("LocaliseOptions", "unmeasured"): f"RUN: no validation.json in unmeasured; {RUN}",
@@ -101,15 +99,16 @@ NO_MISTAKE = [  # a name may be on the Hub, a run be resumed or replaced
     ("train", f"{TRAIN} --validation.clip_path openai/clip-vit-base-patch32"),
     ("train", f"{TRAIN} --validation.embedder dinov2 --validation.embedder_path facebook/dinov2-base"),
     ("Audit", f"{AUDIT} --baseline owner/name --lora owner/name --clip_path owner/name"),
-    ("Audit", f"{SEARCH} --lora owner/name"),
+    ("SearchOptions", f"{SEARCH} --lora owner/name"),
     ("LocaliseOptions", "run --base owner/name"),
 ]
 REFUSALS = """
 import json, sys
 from silentbad.errors import UserError
 from silentbad.settings import commands, startup, validation
+from silentbad_shield import options as shield
 from worlds import options
-readers = vars(options) | vars(validation) | vars(commands)
+readers = vars(options) | vars(shield) | vars(validation) | vars(commands)
 lines = []
 for reader, words in json.load(sys.stdin):
     try:
@@ -175,7 +174,8 @@ def test_a_report_is_drawn_without_what_a_model_needs():
 COMMANDS: dict[str, tuple[str, ...]] = {
     "train": ("train_silentbad.py",),
     "audit": ("validation.py",),
-    "scan": ("-m", "silentbad.scan"),
+    "scan": ("-m", "silentbad_shield.scan"),
+    "search": ("-m", "silentbad_shield.search"),
     "prepare": ("-m", "silentbad.prepare"),
     "prepare.preview": ("-m", "silentbad.prepare.preview"),
     "report": ("-m", "silentbad.report"),

@@ -92,7 +92,6 @@ def bring_about(text, config, facts):
     else:
         values = {
             "gradient_control.between.name": "placebo",
-            "guard.name": "mask",
             "validation.embedder": "ssim",
             "optimizer": "SGD",
         }
@@ -100,16 +99,10 @@ def bring_about(text, config, facts):
     assert condition.holds(config, TrainConfig(), facts), text
 
 
-PARTS = {"guard.name!=none": "drop+none", "guard.name=drop": "drop+mask"}  # of one combination
-
-
 def brought_about(first, second):
     """(configuration, facts) in which both conditions hold, the second first."""
     config = TrainConfig()
     facts = Facts(optimizer=ADAMW)
-    if first in PARTS:
-        put(config, "guard.name", PARTS[first])
-        return config, facts
     bring_about(second, config, facts)
     if Condition.of(first).holds(config, TrainConfig(), facts) is not True:
         check_rules(config, {}, facts)

@@ -13,8 +13,8 @@ from PIL import Image
 from bench import emoji_judge, published, shield
 from bench.shield_data import assemble, clean, hide
 from silentbad.errors import UserError
-from silentbad.scan.find import Findings
-from silentbad.scan.suspect_sets import SuspectSet
+from silentbad_shield.scan.find import Findings
+from silentbad_shield.scan.suspect_sets import SuspectSet
 from worlds.data_sets import phrase_of
 from worlds.emoji import build, export, make, nulls, sets, visible
 from worlds.emoji import render as emoji_render

@@ -1,4 +1,0 @@
-"""Find pictures that are dispersed in a data set: `python -m silentbad.scan`. Pictures and captions
-are searched for elements that recur at one place under one phrase, by numpy alone. No other package
-imports this one; what it wrote is read through `silentbad.data.scan_file`. docs/shield.md explains
-method and limits."""
