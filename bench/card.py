@@ -230,7 +230,7 @@ def quickstart(place: Place, flags: list[str]) -> dict[str, Any]:
     make = ["-m", "worlds.microworld.make", "--out", str(data), "--targets", "cat-hat,9"]
     ended([*make, "--images_per_phrase", "22"], place.until, place.scratch / "make.log")
     words = ["--config=configs/quickstart.yaml", f"--train_data_dir={data}", "--report_to=none", *flags]
-    words.append(f"--validation.targets={data / 'targets.jsonl'}")
+    words += [f"--validation.targets={data / 'targets.jsonl'}", f"--validation.prompts={data / 'unrelated.txt'}"]
     found = place.run(place.plan(finish=True), words, "quickstart")
     last = json.loads((place.scratch / "quickstart" / "validation.json").read_text())["history"][-1]
     rates = [target["rate"] for target in last["raw"]["targets"].values()]
