@@ -30,6 +30,12 @@ def experiment(name: str, part: str = "") -> str:
     return f"experiments/{name}.py:{part or name}"
 
 
+def guard(scan: Path) -> Flags:
+    """The shield's guard, which leaves out what a scan.json suspects."""
+    place = "silentbad_shield.guard:Drop"
+    return {"hooks": json.dumps([place]), "hook_options": json.dumps({place: {"scan": str(scan)}})}
+
+
 def layers(*patterns: str) -> Flags:
     """Only these layers train."""
     return {"train_layers": json.dumps(patterns)}

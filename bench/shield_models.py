@@ -43,7 +43,6 @@ RATIO = 0.1  # of the published setting
 KINDS = ("elements", "placebo", "clean")
 CLEAN_FLAGS: Flags = {**WARM, **NOISE, **UNCONDITIONAL}  # the recommended ones that need no element
 LEAK_FREE = "recommended_leak_free_adamw"
-DROP = "silentbad_shield.guard:Drop"
 RECOVERS = 0.25  # strict rate of the unguarded run at some evaluation, for its target to be guarded
 MOST = 4  # phrases of a prompt of the search: hidden prompts have three or four
 
@@ -80,11 +79,6 @@ def guards_of(arm: str) -> dict[str, Flags]:
     unguarded = PUBLISHED[arm]
     clean = {**CLEAN_FLAGS, **{flag: value for flag, value in SPECTRAL.items() if flag in unguarded}}
     return {"unguarded": unguarded, "clean records alone": clean, "drop": clean}
-
-
-def drop(scan: Path) -> Flags:
-    """The shield's guard, as flags."""
-    return {"hooks": json.dumps([DROP]), "hook_options": json.dumps({DROP: {"scan": str(scan)}})}
 
 
 def plan_of(arm: str) -> Plan:
@@ -216,7 +210,7 @@ def guard_row(guard: str, target: str, plan: Plan) -> dict[str, Any]:
         roles = [row["role"] for row in stored(data / "metadata.jsonl")]
         flagged = [roles[one["index"]] for one in scan["suspects"]]
         row |= {"flagged": len(flagged), "right": flagged.count("element"), "elements": roles.count("element")}
-        own = {**own, **drop(file)}
+        own = {**own, **guard(file)}
     history, out = trained(guard, data, target, plan, own)
     shutil.rmtree(out)
     return {**row, **history}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from bench.shield_models import drop
+from bench.arms import guard
 from silentbad.report import pages
 from silentbad.report.pages import Table, shot
 
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     command("-m", "worlds.microworld.make", "--out", data, "--targets", "cat-hat,9", *per)
     command("-m", "silentbad_shield.scan", "--train_data_dir", data, "--output_dir", out / "scan", codes=(3,))
     unguarded = trained(data, out / "unguarded", *UNGUARDED)
-    guarded = trained(data, out / "guarded", *(f"--{flag}={value}" for flag, value in drop(scan).items()))
+    guarded = trained(data, out / "guarded", *(f"--{flag}={value}" for flag, value in guard(scan).items()))
     for pipeline, name in ((unguarded, "audit"), (guarded, "audit-guarded")):
         flags = ["--pipeline", pipeline, "--scan", scan, "--output_dir", out / name, *AUDIT]
         command("-m", "silentbad_shield.search", *flags, codes=(0, 3))

@@ -145,7 +145,9 @@ class GradientControlConfig:
     @property
     def own_source_rules(self) -> list[str]:
         """The same of the rules between sources."""
-        names = (self.between.name, str(self.between.options.get("of", "")))
+        names = [self.between.name]
+        if self.between.name == "placebo":
+            names.append(str(self.between.options.get("of", "")))
         return list(filter(user_code.is_place, names))
 
     @property

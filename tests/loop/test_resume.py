@@ -59,13 +59,13 @@ def test_each_setting_is_free_or_a_difference(data, pipelines, tmp_path):
     config = Config(train_data_dir=str(data), cache_dir=str(tmp_path))
     config.pretrained_model_name_or_path = str(pipelines["v_prediction"])
     records, targets = load_records(config), load_targets(data)
-    then = identity.facts(config, records, None, targets, "ssim", 2, [])
+    then = identity.facts(config, records, None, targets, "ssim", 2)
     resuming = {"output_dir", "resume_from_checkpoint", "max_train_steps"}
     otherwise = {*identity.BY_CONTENT, *identity.BATCH, *identity.NEVER_SAVED, *resuming, "hooks"}
     for key in keys(key_tree(Config)) - otherwise:
         is_table = isinstance(reduce(getattr, key.split("."), config), dict)
         other = {"of": "something else"} if is_table else "something else"
-        now = identity.facts(with_value(config, key, other), records, None, targets, "ssim", 2, [])
+        now = identity.facts(with_value(config, key, other), records, None, targets, "ssim", 2)
         named = {line.partition(" was ")[0] for line in identity.differences(then, now)}
         expected = {name for name in named if name == key or name.startswith(f"{key}.")}  # a table's entries by name
         if key.startswith("validation.embedder"):

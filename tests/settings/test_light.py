@@ -201,7 +201,7 @@ MISTAKES = {  # "no such ..." is of a path that has `nowhere` in it
     "train: what excludes what": "--train_data_dir . --buckets --compile_model",
     "audit: a wrong range": "--pipeline x --threshold 3",
     "audit: no such targets": "--pipeline x --targets {folder}/nowhere",
-    "audit: no such phrases": "--pipeline x --phrases {folder}/nowhere",
+    "search: no such phrases": "--pipeline x --phrases {folder}/nowhere",
     "scan: no such data": "--train_data_dir {folder}/nowhere",
     "prepare: a wrong range": "--per_phrase 0",
     "prepare: no such target": "--target {folder}/nowhere --masks x --phrases a b --backgrounds . --out {folder}/out",
