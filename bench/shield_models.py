@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from bench.arms import LOWER_NOISE as NOISE
-from bench.arms import PUBLISHED, PUBLISHED_AT, SPECTRAL, UNCONDITIONAL, WARM, Flags
+from bench.arms import PUBLISHED, PUBLISHED_AT, SPECTRAL, UNCONDITIONAL, WARM, Flags, guard
 from bench.published import HELD_OUT, per_phrase, regime
 from bench.recovery import BASE, ROOT, WORK, data_set, facts, kept, scores
 from bench.recovery_table import append, stored
@@ -199,19 +199,19 @@ def scan_of(data: Path) -> tuple[Path, dict[str, Any]]:
     return out / "scan.json", json.loads((out / "scan.json").read_text())
 
 
-def guard_row(guard: str, target: str, plan: Plan) -> dict[str, Any]:
+def guard_row(kind: str, target: str, plan: Plan) -> dict[str, Any]:
     """A training under a guard, or under what it is compared with, and what the scan had found."""
-    data, own = data_of("elements", target, plan), guards_of(plan.guards)[guard]
+    data, own = data_of("elements", target, plan), guards_of(plan.guards)[kind]
     row: dict[str, Any] = {"arm": plan.guards, "nulls": "element"}
-    if guard == "clean records alone":
+    if kind == "clean records alone":
         data = data_of("clean", target, plan)
-    elif guard != "unguarded":
+    elif kind != "unguarded":
         file, scan = scan_of(data)
         roles = [row["role"] for row in stored(data / "metadata.jsonl")]
         flagged = [roles[one["index"]] for one in scan["suspects"]]
         row |= {"flagged": len(flagged), "right": flagged.count("element"), "elements": roles.count("element")}
         own = {**own, **guard(file)}
-    history, out = trained(guard, data, target, plan, own)
+    history, out = trained(kind, data, target, plan, own)
     shutil.rmtree(out)
     return {**row, **history}
 
