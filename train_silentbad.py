@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
 from silentbad.distributed.start import check_precision
 from silentbad.errors import UserError, exit_with, warn
-from silentbad.files import scratch_folder
 from silentbad.loop import checks, optimizers, trackers, trains
 from silentbad.loop.assembly import Run
 from silentbad.loop.assembly import build as connect
@@ -231,6 +231,7 @@ def steps(run: Run, requests: Requests) -> int:
         unit="step",
         disable=not accelerator.is_local_main_process,
     )
+    first = state.step + 1
     measured = None  # the last step at which something was
     with requests, run.checkpoints.rescue(run.loader), bar:
         while state.step < state.total:
@@ -262,7 +263,7 @@ def steps(run: Run, requests: Requests) -> int:
                 continue
             run.meters.add({"loss": torch.stack(losses).mean()})
             bar.update()
-            if bar.n == bar.initial + 1:  # a log shows that it trains
+            if state.step == first:  # a log shows that it trains
                 bar.refresh()
             with bar.paused():
                 stop = boundary(run, requests, bar)
@@ -481,7 +482,7 @@ def main(
             print(trains.table(config, parts, control.groups, groups))
             return 0
         unsaved = config.dry_run or config.preview
-        with scratch_folder() if unsaved else nullcontext() as scratch:
+        with TemporaryDirectory() if unsaved else nullcontext() as scratch:
             if scratch is not None:  # its caches, and the checkpoint to go on from, are the run's
                 asked = config.resume_from_checkpoint
                 root = Path(config.output_dir) / "checkpoints"

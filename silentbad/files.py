@@ -6,13 +6,11 @@ import hashlib
 import json
 import os
 import re
-import signal
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from silentbad.errors import STOPPING, UserError
+from silentbad.errors import UserError
 
 SEALED = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)\.")  # SHA-256, size, time of the last change
 
@@ -36,15 +34,6 @@ def intact(file: Path) -> bool:
         return state.st_mtime_ns == int(match[3]) or checksum(file) == match[1]
     except OSError:
         return False
-
-
-def scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder; a signal that comes while it is made waits until it would be removed."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        return tempfile.TemporaryDirectory()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def replace_text(file: Path, text: str) -> None:

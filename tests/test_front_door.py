@@ -1,23 +1,19 @@
 """A mistake as a person meets it, in real processes: its line is the last thing said, the exit code as stated."""
 
-import gc
 import os
 import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from silentbad import errors
 from silentbad.distributed import start as starting
 from silentbad.distributed.start import start
 from silentbad.errors import UserError
-from silentbad.files import scratch_folder
 from silentbad.report import figures, run_report
 from silentbad_shield.scan import scanner as scan
 from tests.training import checked
@@ -140,26 +136,6 @@ def test_a_name_beyond_the_locale_is_printed_with_backslashes(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"caf\\xe9 \\u732b\n", b"")
-
-
-def test_a_signal_while_a_scratch_folder_is_made_leaves_none(tmp_path, monkeypatch):
-    make = tempfile.mkdtemp
-
-    def make_and_signal(*words, **named):
-        folder = make(*words, **named)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return folder
-
-    monkeypatch.setattr(tempfile, "mkdtemp", make_and_signal)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = signal.signal(signal.SIGTERM, errors._stop)
-    try:
-        with pytest.raises(KeyboardInterrupt), scratch_folder():
-            pass
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    gc.collect()
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_wait_for_processes_that_are_not_there_is_said(monkeypatch, capsys):
