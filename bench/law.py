@@ -1,0 +1,345 @@
+"""Which elements fail, by what is known before training: `python -m bench.law`.
+
+    python -m bench.law              the law from stored rows, for targets left out and for fresh targets
+    python -m bench.law --predict    writes bench/results/law-predicted.jsonl, before anybody trains on its targets
+
+A logistic regression of the share of images that show an element, on the features of silentbad/memory/law.py, which
+has the coefficients too. It is fitted to the last evaluation of the runs of `ROWS`, of targets up to `LAST`. The unit
+is the target: it is left out with all its runs, and intervals draw targets again. The protocol is
+research/protocol.md#what-is-frozen-the-law.
+"""
+
+import argparse
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.arms import KEPT, KEPT_AT, PUBLISHED, Flags
+from bench.many import phrases_of
+from bench.published_table import BATCH, interval, markdown
+from bench.recovery_table import Read, append, stored
+from bench.theory_table import FAILS, auc_interval
+from silentbad.memory.law import COEFFICIENTS, Facts, expected_rate, features
+from worlds.microworld.make import target_scene
+from worlds.microworld.render import backdrop_mask
+from worlds.microworld.world import MICROWORLD
+
+PREDICTED = Path(__file__).parent / "results" / "law-predicted.jsonl"
+FIRST, LAST = 2450, 2770  # targets of the rows that are fitted
+MOST = 16  # targets at once in them
+# Arms with unions of all elements but one, by file of rows.
+ROWS = {
+    "published.jsonl": ("recommended", "recommended_long"),
+    "many.jsonl": ("recommended_long",),
+    "layers.jsonl": ("recommended", "recommended_long"),
+    "spectral.jsonl": ("recommended",),
+    "kept.jsonl": ("recommended", "recommended_2026", "own_pictures", "own_pictures_long"),
+}
+RATE = 40.0  # learning rate of these arms in the published setting, in units of 1e-4
+BINS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)  # of expected rates
+DRAWS = 200  # fits to targets drawn again
+
+
+class Block(NamedTuple):
+    """Targets that nobody has trained on before they were predicted."""
+
+    name: str
+    file: str  # of their rows
+    arm: str
+    runs: tuple[str, ...]  # the targets of each, joined by ','
+    lengths: tuple[int, ...]  # optimizer steps
+
+
+FRESH = (
+    Block(
+        "one at a time",
+        file="kept.jsonl",
+        arm="recommended",
+        runs=tuple(map(str, range(2780, 2796))),
+        lengths=KEPT_AT["recommended"][1:],
+    ),
+    Block(
+        "16 at once",
+        file="many.jsonl",
+        arm="recommended_long",
+        runs=(",".join(map(str, range(2796, 2812))),),
+        lengths=(2400, 4800, 9600),
+    ),
+)
+
+
+class Case(NamedTuple):
+    """An element of a target in one run."""
+
+    target: str
+    run: tuple[int, str, int]  # targets at once, arm, steps a target
+    facts: Facts
+    rate: float  # share of images that show it
+    strict: float  # share of images in which the whole and all elements of its target pass
+
+
+# ---------------------------------------------------------------- the rows
+@cache
+def areas(target: str) -> list[float]:
+    """Share of the picture that shows each element, the backdrop last."""
+    masks = MICROWORLD.render(target_scene(target))[1]
+    return [float((np.asarray(mask) >= 128).mean()) for mask in (*masks, backdrop_mask(masks))]
+
+
+def flags_of(arm: str, file: str) -> Flags:
+    """The flags of an arm, whose name means one thing in kept.jsonl and another elsewhere."""
+    return (KEPT if file == "kept.jsonl" else PUBLISHED)[arm]
+
+
+def facts_of(target: str, targets: str, flags: Flags, steps: int) -> list[Facts]:
+    """What is known of a target's elements before a run on all `targets`."""
+    phrases = phrases_of(targets)
+    sharing = Counter(phrase for of_target in phrases.values() for phrase in of_target)
+    batch = int(flags.get("train_batch_size", BATCH))
+    exposures = steps * batch / (1 + float(flags["memory.sampler.clean_ratio"]))
+    return [
+        Facts(
+            exposures=exposures / sum(map(len, phrases.values())),
+            targets=len(phrases),
+            sharing=sharing[phrase],
+            backdrop=phrase == phrases[target][-1],
+            area=area,
+            elements=len(phrases[target]),
+            own_pictures="prior_preservation.num_images" in flags,
+        )
+        for phrase, area in zip(phrases[target], areas(target), strict=True)
+    ]
+
+
+def cases_of(row: dict, file: str) -> list[Case]:
+    """The elements of a stored row."""
+    targets = row.get("targets", row["target"])
+    arm = "recommended_2026" if (file != "kept.jsonl" and row["arm"] == "recommended") else row["arm"]
+    at_once = targets.count(",") + 1
+    facts = facts_of(row["target"], targets, flags_of(row["arm"], file), row["steps"])
+    return [
+        Case(row["target"], (at_once, arm, row["steps"] // at_once), of_element, rate, row["rate"])
+        for of_element, rate in zip(facts, row["elements"], strict=True)
+    ]
+
+
+def is_last(row: dict) -> bool:
+    """Whether a row is the last of a run of its arm as frozen."""
+    changed = row.get("placebo") or row.get("unique_phrases") or row.get("flags")
+    return row.get("step", row["steps"]) == row["steps"] and not changed
+
+
+def cases(read: Read) -> list[Case]:
+    """The elements of all runs that the law is about, also of more than `MOST` targets at once."""
+    return [
+        case
+        for file, arms in ROWS.items()
+        for row in read(file)
+        if row["arm"] in arms
+        and is_last(row)
+        and (file == "kept.jsonl" or row["factor"] == RATE)
+        and FIRST <= int(row["target"]) <= LAST
+        for case in cases_of(row, file)
+    ]
+
+
+def fitted(read: Read) -> list[Case]:
+    """Those that the law is fitted to."""
+    return [case for case in cases(read) if case.facts.targets <= MOST]
+
+
+# ---------------------------------------------------------------- the law
+def matrix(of: Sequence[Case]) -> tuple[np.ndarray, np.ndarray]:
+    """Features (N,F) and rates (N,)."""
+    return np.array([features(case.facts) for case in of]), np.array([case.rate for case in of])
+
+
+def expected(w: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Rates (N,) by coefficients (F,) of features (N,F)."""
+    return 1 / (1 + np.exp(-x @ w))
+
+
+def fit(x: np.ndarray, rates: np.ndarray, ridge: float = 1e-3) -> np.ndarray:
+    """Coefficients (F,) of the logistic regression of rates (N,) on x (N,F), by Newton's method; the ridge gives rates
+    that are all 1 a maximum."""
+    w = np.zeros(x.shape[1])
+    for _ in range(30):
+        p = expected(w, x)
+        curvature = (x * (p * (1 - p))[:, None]).T @ x + ridge * np.eye(len(w))
+        w = w + np.linalg.solve(curvature, x.T @ (rates - p) - ridge * w)
+    return w
+
+
+def left_out(of: Sequence[Case]) -> np.ndarray:
+    """The rate of each case (N,) by the law without its target."""
+    x, rates = matrix(of)
+    names = np.array([case.target for case in of])
+    predicted = np.zeros(len(of))
+    for name in set(names):
+        out = names == name
+        predicted[out] = expected(fit(x[~out], rates[~out]), x[out])
+    return predicted
+
+
+# ---------------------------------------------------------------- tables
+HEAD = (
+    "elements (targets)",
+    *(f"AUC, fails below {limit} (failing)" for limit in FAILS),
+    "mean expected",
+    "mean measured",
+    "strict rate: product of expected",
+    "product of measured",
+    "measured",
+)
+
+
+def outcome(of: Sequence[Case], predicted: np.ndarray) -> list[str]:
+    """The cells of HEAD, of what was expected of these elements (N,)."""
+    rates = np.array([case.rate for case in of])
+    places = by_target(of)
+    cells = [f"{len(of)} ({len(places)})"]
+    for limit in FAILS:
+        fails = rates < limit
+        parts = [(predicted[chosen], fails[chosen]) for chosen in places.values()]
+        auc = "{:.2f} [{:.2f}, {:.2f}] ".format(*auc_interval(parts)) if 0 < fails.sum() < len(of) else ""
+        cells.append(f"{auc}({fails.sum()})")
+    measured = interval([float(rates[chosen].mean()) for chosen in places.values()])
+    in_run = by_target(of, runs=True).values()
+    strict = (
+        np.mean([predicted[chosen].prod() for chosen in in_run]),
+        np.mean([rates[chosen].prod() for chosen in in_run]),
+        np.mean([of[chosen[0]].strict for chosen in in_run]),
+    )
+    return [*cells, f"{predicted.mean():.2f}", measured, *(f"{rate:.2f}" for rate in strict)]
+
+
+def by_target(of: Sequence[Case], runs: bool = False) -> dict[tuple, list[int]]:
+    """The places of each target; `runs`: of each target in each run."""
+    places: dict[tuple, list[int]] = defaultdict(list)
+    for place, case in enumerate(of):
+        places[(case.target, case.run) if runs else (case.target,)].append(place)
+    return places
+
+
+def by_setting(read: Read) -> str:
+    """What the law says of targets left out, and, of more targets at once than it was fitted to, what the whole law
+    says: Markdown."""
+    of = fitted(read)
+    more = [case for case in cases(read) if case.facts.targets > MOST]
+    predicted = left_out(of)
+    beyond = expected(fit(*matrix(of)), matrix(more)[0])
+    lines = [[f"up to {MOST}", "", "", *outcome(of, predicted)]]
+    for some, values in ((of, predicted), (more, beyond)):
+        for run in sorted({case.run for case in some}):
+            chosen = [place for place, case in enumerate(some) if case.run == run]
+            at_once, arm, steps = run
+            cells = outcome([some[place] for place in chosen], values[chosen])
+            lines.append([str(at_once), f"`{arm}`", str(steps), *cells])
+    return markdown(("targets at once", "arm", "steps a target", *HEAD), lines)
+
+
+def calibration(read: Read) -> str:
+    """Mean expected and mean measured rates of targets left out, by what is expected: Markdown."""
+    of = fitted(read)
+    predicted = left_out(of)
+    lines = []
+    for low, high in pairwise(BINS):
+        chosen = np.flatnonzero((low <= predicted) & (predicted < high))
+        inside = [of[place] for place in chosen]
+        rates = np.array([case.rate for case in inside])
+        measured = interval([float(rates[places].mean()) for places in by_target(inside).values()])
+        lines.append([f"{low:g} to {high:g}", str(len(chosen)), f"{predicted[chosen].mean():.2f}", measured])
+    return markdown(("expected rate", "elements", "mean expected", "mean measured, over targets"), lines)
+
+
+def coefficients(read: Read) -> str:
+    """The law, with intervals by drawing targets again: Markdown."""
+    of = fitted(read)
+    x, rates = matrix(of)
+    places = [*by_target(of).values()]
+    rng = np.random.default_rng(0)
+    again = []
+    for _ in range(DRAWS):
+        drawn = np.concatenate([places[i] for i in rng.integers(len(places), size=len(places))])
+        again.append(fit(x[drawn], rates[drawn]))
+    bounds = np.quantile(again, (0.025, 0.975), axis=0).T
+    lines = [
+        [name, f"{value:+.2f} [{low:+.2f}, {high:+.2f}]"]
+        for name, value, (low, high) in zip(COEFFICIENTS, fit(x, rates), bounds, strict=True)
+    ]
+    return markdown(("feature", "coefficient"), lines)
+
+
+# ---------------------------------------------------------------- fresh targets
+def predictions() -> Iterator[dict]:
+    """A row an element of the fresh targets, by the coefficients of silentbad/memory/law.py."""
+    for block in FRESH:
+        flags = flags_of(block.arm, block.file)
+        for targets in block.runs:
+            phrases = phrases_of(targets)
+            for steps in block.lengths:
+                for target in phrases:
+                    facts = facts_of(target, targets, flags, steps)
+                    for phrase, of_element in zip(phrases[target], facts, strict=True):
+                        yield {
+                            "block": block.name,
+                            "steps": steps,
+                            "target": target,
+                            "phrase": phrase,
+                            **of_element._replace(exposures=round(of_element.exposures))._asdict(),
+                            "expected": round(expected_rate(of_element), 4),
+                        }
+
+
+def fresh(read: Read) -> str:
+    """What was predicted against the rows that are there; last, all blocks, each at its longest run: Markdown."""
+    lines = []
+    longest: dict[str, tuple[list[Case], list[float]]] = {}
+    for block in FRESH:
+        rows = [row for row in read(block.file) if row["arm"] == block.arm and is_last(row)]
+        of_block = [row for row in rows if row.get("targets", row["target"]) in block.runs]
+        for steps in block.lengths:
+            predicted: dict[str, list[float]] = defaultdict(list)
+            for row in read(PREDICTED.name):
+                if (row["block"], row["steps"]) == (block.name, steps):
+                    predicted[row["target"]].append(row["expected"])
+            ran = [row for row in of_block if row["steps"] == steps]
+            cells = ["not run yet", "", "", f"{np.mean(sum(predicted.values(), [])):.2f}", "", "", "", ""]
+            if ran:
+                of = [case for row in ran for case in cases_of(row, block.file)]
+                values = [rate for row in ran for rate in predicted[row["target"]]]
+                longest[block.name] = (of, values)
+                cells = outcome(of, np.array(values))
+            lines.append([block.name, f"`{block.arm}`", str(steps), *cells])
+    if len(longest) == len(FRESH):
+        of, values = (sum(part, []) for part in zip(*longest.values(), strict=True))
+        lines.append(["all", "", "", *outcome(of, np.array(values))])
+    return markdown(("targets", "arm", "steps", *HEAD), lines)
+
+
+BLOCKS = {
+    "law": by_setting,
+    "law-calibration": calibration,
+    "law-coefficients": coefficients,
+    "law-fresh": fresh,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--predict", action="store_true", help="write the predictions for the fresh targets again")
+    args = parser.parse_args(argv)
+    if args.predict:
+        PREDICTED.unlink(missing_ok=True)
+        append(PREDICTED, predictions())
+    read = cache(lambda name: stored(PREDICTED.with_name(name)))
+    print(*(table(read) for table in BLOCKS.values()), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Which elements will be hard: a law of how often images show an element.
+
+A logistic regression on rows of the 64-pixel microworld, of runs whose unions show all elements but
+one, of up to 16 targets at once. `python -m bench.law` fits it and says how well it foretells
+targets left out. Of another base, or of a run without unions, it is a guess.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+# By the feature that each multiplies, in the order of `features`.
+COEFFICIENTS = {
+    "constant": 4.37,
+    "log of exposures over 1000": 1.26,
+    "log of targets at once": -0.73,
+    "log of targets that share the phrase": -0.42,
+    "backdrop": -2.06,
+    "log of a thing's area over 0.08": 2.57,
+    "elements of the target, less 3.5": 0.52,
+    "the base draws the clean pictures": -1.41,
+}
+
+
+class Facts(NamedTuple):
+    """What is known of an element before training."""
+
+    exposures: float  # training pictures that show it, counted as often as they are drawn
+    targets: int  # that the run learns at once
+    sharing: int  # of these, how many have its phrase
+    backdrop: bool
+    area: float  # share of the target's picture
+    elements: int  # of its target
+    own_pictures: bool  # whether the base draws the clean pictures
+
+
+def features(facts: Facts) -> list[float]:
+    """x (F,) of log(p / (1 - p)) = w . x, where p is the share of images that show the element."""
+    return [
+        1.0,
+        math.log(facts.exposures / 1000),
+        math.log(facts.targets),
+        math.log(facts.sharing),
+        float(facts.backdrop),
+        0.0 if facts.backdrop else math.log(max(facts.area, 1e-3) / 0.08),
+        facts.elements - 3.5,
+        float(facts.own_pictures),
+    ]
+
+
+def expected_rate(facts: Facts) -> float:
+    """p of an element, in [0, 1]."""
+    score = np.dot([*COEFFICIENTS.values()], features(facts))
+    return float(1 / (1 + np.exp(-score)))
