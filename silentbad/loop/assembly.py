@@ -31,6 +31,7 @@ from silentbad.loop.state import TrainState
 from silentbad.measure.prompts import PromptSheet
 from silentbad.measure.weight_change import base_files
 from silentbad.memory.auxiliary import ModelAccess
+from silentbad.memory.law import hard_elements
 from silentbad.model import denoiser, pipeline
 from silentbad.model.encoder import Encoder
 from silentbad.model.gate import Source
@@ -96,6 +97,10 @@ def build(
     samples_per_epoch = epoch_length(inputs.info, config.memory.sampler.clean_ratio)
     steps_per_epoch = -(-samples_per_epoch // effective_batch)
     total = config.max_train_steps or config.num_train_epochs * steps_per_epoch
+    draws = total * effective_batch / samples_per_epoch  # of each record
+    hard = hard_elements(inputs.info, inputs.targets, draws, own_pictures=inputs.prior is not None)
+    if hard and config.memory.rehearsal.name.startswith("pairwise"):  # as where it was measured
+        accelerator.print(hard)
     for step in config.validation.early_steps if config.validation.targets else ():
         if step > total:
             warn(f"validation.early_steps: {step} lies after the last step, {total}")

@@ -6,9 +6,16 @@ targets left out. Of another base, or of a run without unions, it is a guess.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from silentbad.data.elements import DataInfo
+from silentbad.data.phrases import MOST_SHARED
+from silentbad.data.picture_parts import FRAME, frame, region
+from silentbad.data.targets import Target
+from silentbad.errors import brief
 
 # By the feature that each multiplies, in the order of `features`.
 COEFFICIENTS = {
@@ -21,6 +28,8 @@ COEFFICIENTS = {
     "elements of the target, less 3.5": 0.52,
     "the base draws the clean pictures": -1.41,
 }
+LEAST = 8  # targets at once, from which the law tells who fails
+HARD = 0.7  # an expected rate below it is said
 
 
 class Facts(NamedTuple):
@@ -53,3 +62,40 @@ def expected_rate(facts: Facts) -> float:
     """p of an element, in [0, 1]."""
     score = np.dot([*COEFFICIENTS.values()], features(facts))
     return float(1 / (1 + np.exp(-score)))
+
+
+def hard_elements(
+    info: DataInfo, targets: Sequence[Target], draws: float, own_pictures: bool
+) -> str:
+    """A line on the elements whose expected rate is low, the hardest first; empty where there are
+    none, and for fewer than `LEAST` targets, of which the law does not tell who fails.
+
+    `draws` is how often each record is drawn. Elements without a mask are left out."""
+    if len(info.elements_of) < LEAST:
+        return ""
+    masks = {
+        (target.target_id, phrase): mask
+        for target in targets
+        for phrase, mask in zip(target.phrases, target.masks, strict=False)
+    }
+    hard = []
+    for phrase, target, rows in zip(info.phrase, info.target, info.rows, strict=True):
+        if (mask := masks.get((target, phrase))) is None:
+            continue
+        covered = region(mask)
+        facts = Facts(
+            exposures=draws * len(rows),
+            targets=len(info.elements_of),
+            sharing=len(info.shared.get(phrase, [target])),
+            backdrop=frame(covered) > FRAME,
+            area=float(covered.mean()),
+            elements=len(info.phrases_of(target)),
+            own_pictures=own_pictures,
+        )
+        rate = expected_rate(facts)
+        if rate < HARD:
+            hard.append((rate, f"{brief(phrase)} of {target}: {facts.area:.0%} of the picture"))
+    listed = [f"{text}, hard: {rate:.2f}" for rate, text in sorted(hard)[:MOST_SHARED]]
+    more = f"; and {len(hard) - len(listed)} more" if len(hard) > len(listed) else ""
+    said = "expected share of images that show it, by a law of the 64-pixel microworld"
+    return f"{said}: {'; '.join(listed)}{more}" if hard else ""
