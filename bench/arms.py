@@ -261,6 +261,20 @@ def flags_of(arm: str) -> Flags:
     return PUBLISHED[arm]
 
 
+def setting_of(flags: Flags) -> str:
+    """A: no picture shows two elements, and the trainer is plain. B: memory reinforcement or gradient control without
+    such pictures. C: with unions, which show all elements of a target but one, or two."""
+    if flags.get("memory.rehearsal.name", "").startswith("pairwise"):
+        return "C"
+    levers = ("memory.", "gradient_control.", "prior_preservation.", "decay_to_base")
+    return "B" if any(key.startswith(levers) for key in flags) else "A"
+
+
+def said(arm: str) -> str:
+    """The name and setting of an arm of bench/published.py as tables write it; a half is of `recommended`."""
+    return f"`{arm}` ({setting_of(PUBLISHED.get(arm.partition(' ')[0], STRONG))})"
+
+
 # (learning rate in units of 1e-4, optimizer steps, steps between evaluations) of each reported arm
 PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     **dict.fromkeys(LAYERS, (40.0, 200, 200)),

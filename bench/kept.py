@@ -27,7 +27,7 @@ from filelock import FileLock
 from markupsafe import Markup
 from tqdm import tqdm
 
-from bench.arms import KEPT, KEPT_AT
+from bench.arms import KEPT, KEPT_AT, setting_of
 from bench.published import HELD_OUT, NULLS, per_phrase, regime
 from bench.published_table import CLEAN, IMAGES, interval, markdown
 from bench.recovery import ROOT, WORK, claimed, data_set, facts, kept, scores
@@ -240,6 +240,11 @@ def by_arm(rows: Iterable[dict]) -> dict[str, list[dict]]:
     return {arm: of_arm for arm, of_arm in runs.items() if of_arm}
 
 
+def said(arm: str) -> str:
+    """The name and setting of an arm as tables write it."""
+    return f"`{arm}` ({setting_of(KEPT[arm])})"
+
+
 def lowest(rows: list[dict], base: dict, kinds: Sequence[str]) -> tuple[str, list[float]]:
     """The guidance at which the runs keep least on average, and each run's share there."""
     shares = {
@@ -264,7 +269,7 @@ def line(arm: str, rows: list[dict], base: dict) -> list[str]:
     unshown_at, unshown = lowest(rows, base, UNSHOWN)
     weights = [max(size["norm"] for size in row["kept"]["size"].values()) for row in rows if row["kept"].get("size")]
     return [
-        f"`{arm}`",
+        said(arm),
         str(rows[0]["steps"]),
         str(len(rows)),
         f"{back} of {len(rates)} [{low:.2f}, {high:.2f}]",
@@ -297,7 +302,7 @@ def by_guidance(rows: list[dict]) -> str:
     head = ["arm", *(f"shown, guidance {g}" for g in base["right"]), *(f"not shown, {g}" for g in base["right"])]
     lines = []
     for arm, of_arm in by_arm(rows).items():
-        cells = [f"`{arm}`"]
+        cells = [said(arm)]
         for kinds in (SHOWN, UNSHOWN):
             for guidance in base["right"]:
                 shares = [share(row["right"], base["right"], guidance, kinds) for row in of_arm]
@@ -321,7 +326,7 @@ def by_target(rows: list[dict]) -> str:
                 min(share(row["right"], base["right"], g, kinds) for g in base["right"]) for kinds in (SHOWN, UNSHOWN)
             ]
             elements = ", ".join(f"{rate:.2f}" for rate in row["elements"])
-            cells = [f"`{arm}`", row["target"], f"{row['rate']:.2f}", elements, *(f"{kept:.2f}" for kept in kept_of)]
+            cells = [said(arm), row["target"], f"{row['rate']:.2f}", elements, *(f"{kept:.2f}" for kept in kept_of)]
             lines.append([*cells, f"{row['kept']['change']['pixels']:.2f}"])
     head = ("arm", "target", "strict rate", "elements", "kinds shown, lowest", "not shown, lowest", "pictures changed")
     return markdown(head, lines)

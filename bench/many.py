@@ -19,7 +19,7 @@ from statistics import mean
 
 from tqdm import tqdm
 
-from bench.arms import KEPT, KEPT_AT
+from bench.arms import KEPT, KEPT_AT, said
 from bench.kept import SHOWN, UNSHOWN, data_of, lowest, prompts_file, things_right
 from bench.published import HELD_OUT, NULLS, regime
 from bench.published_table import IMAGES, interval, markdown
@@ -172,7 +172,7 @@ def at_once(read: Read) -> str:
                 passed["shared" if phrase in shared else "own"].append(rate)
                 passed["backdrop" if phrase == phrases[-1] else "thing"].append(rate)
         rates = [row["rate"] for row in last]
-        name = f"`{arm}`" + ", phrases of one target each" * unique
+        name = said(arm) + ", phrases of one target each" * unique
         parts = [f"{mean(own):.2f} ({len(own)})" if own else "" for own in passed.values()]
         drift = f"{last[0]['drift'] - base['drift']:.4f}"
         minutes = f"{last[0]['seconds'] / 60:.0f}"

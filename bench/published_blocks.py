@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.arms import said
 from bench.published_table import (
     FEW_NULLS,
     FIRST_TARGETS,
@@ -67,7 +68,7 @@ def short(read: Read, arms: Sequence[tuple[int, str]], columns: Sequence[str] = 
     """The columns that users read, of each (block, arm); an arm without runs is left out."""
     lines = []
     for block, arm in arms:
-        cells = arms_of(read, block).get(f"`{arm}`")
+        cells = arms_of(read, block).get(said(arm))
         if cells:
             lines.append([cells[column] for column in columns])
     return grid(columns, lines)
@@ -168,7 +169,7 @@ def over_plain(read: Read) -> str:
             seconds = np.log(cost[arm] / cost["recommended"])
             p = f"{sign_flips(logs):.4f}" if len(logs) > 1 else ""
             cells = [ratio(logs, never), p, ratio(logs + seconds, never)]
-            lines.append([f"`{arm}`", str(horizon), str(len(logs)), *cells])
+            lines.append([said(arm), str(horizon), str(len(logs)), *cells])
     return grid(("over", "steps", "targets", "times sooner", "p", "the same in seconds"), lines)
 
 
@@ -247,7 +248,7 @@ def development(read: Read) -> str:
         lines.append(
             (
                 target,
-                f"`{arm}`",
+                said(arm),
                 reached,
                 *(f"{run[key]:.2f}" for key in keys),
                 f"{run['drift']:.4f}",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bench.arms import PUBLISHED_AT
+from bench.arms import PUBLISHED_AT, said
 from bench.recovery_table import grid
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval
 
@@ -196,7 +196,7 @@ def line(key: tuple[str, float, int], runs: Runs, plain: Runs, logs: np.ndarray 
     low, high = binomial_interval(sum(reached), len(reached))
     when = [first(run, 10**9) for seeds in runs.values() for run in seeds]
     middle = f"{np.median(when):.0f}" if np.median(when) < 10**8 else "never"  # half of the runs at least recover
-    cells = [f"`{arm}`", f"{factor:g}", f"{steps}", f"{len(runs)} ({len(when)})"]
+    cells = [said(arm), f"{factor:g}", f"{steps}", f"{len(runs)} ({len(when)})"]
     cells += [f"{sum(reached)} of {len(reached)} [{low:.2f}, {high:.2f}]", middle]
     cells += [interval(means("strict rate")), interval(means("elements")), f"{np.mean(means('drift')):.4f}"]
     cells += [f"{min(run['s/step'] for seeds in runs.values() for run in seeds):.3f}"]
@@ -231,7 +231,7 @@ def paper(rows: list[dict]) -> list[list[str]]:
         steps: dict[str, list[float]] = defaultdict(list)
         for of_run, run in zip(those, last, strict=True):
             steps[of_run[0]["target"]].append(restricted(run, of_run[0]["steps"]))
-        cells = [f"`{arm}`", f"{len(steps)} ({len(those)})"]
+        cells = [said(arm), f"{len(steps)} ({len(those)})"]
         cells += [f"{np.mean([run['strict rate'] for run in last]):.2f}", f"{len(attacked)} of {len(when)}"]
         cells += [f"{np.mean(attacked):.2f}" if attacked else ""]
         cells += [interval([float(np.mean(seeds)) for seeds in steps.values()], ".0f")]

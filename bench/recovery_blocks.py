@@ -5,6 +5,7 @@ from functools import cache
 
 import numpy as np
 
+from bench.arms import ARMS, setting_of
 from bench.recovery_table import (
     HEAD,
     OVER,
@@ -82,8 +83,8 @@ RESULT_PAIRS = (
 
 
 def code(arm: Arm) -> str:
-    """An arm's name as the documents write it."""
-    return f"`{named(arm)}`"
+    """An arm's name and setting as the documents write them."""
+    return f"`{named(arm)}` ({setting_of(ARMS[arm[0]])})"
 
 
 @cache

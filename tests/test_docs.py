@@ -305,12 +305,12 @@ def test_a_stale_block_is_seen_and_filled(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery_blocks, "RESULT_ARMS", ("plain",))
     text = "before\n<!-- generated: strict -->\n<!-- /generated -->\nafter 1.25\n"
     text, stale = documents.filled(text, ENGLISH, stored_rows(tmp_path, 0.75))
-    assert stale == ["strict"] and "| `plain` | 1 | 0.75 | 0.50 | 1 | 0 |" in text
+    assert stale == ["strict"] and "| `plain` (A) | 1 | 0.75 | 0.50 | 1 | 0 |" in text
     assert text.startswith("before\n") and text.endswith("\nafter 1.25\n")
     again, stale = documents.filled(text, ENGLISH, stored_rows(tmp_path, 0.75))
     assert again == text and not stale
     text, stale = documents.filled(text, ENGLISH, stored_rows(tmp_path, 0.25))
-    assert stale == ["strict"] and "| `plain` | 1 | 0.25 | 0.25 | 1 | 1 |" in text
+    assert stale == ["strict"] and "| `plain` (A) | 1 | 0.25 | 0.25 | 1 | 1 |" in text
 
 
 def test_a_block_of_a_chinese_page_has_chinese_words(monkeypatch):
