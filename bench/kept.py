@@ -14,9 +14,11 @@ processes may work on one file. The protocol is research/protocol.md.
 """
 
 import argparse
+import json
 import os
 import shutil
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -143,7 +145,7 @@ def share(counts: Counts, base: Counts, guidance: str, kinds: Sequence[str]) -> 
 # ---------------------------------------------------------------- runs
 def train(arm: str, target: str, args: argparse.Namespace) -> dict:
     """One run; returns its row, and leaves its images."""
-    flags_of_arm = dict(KEPT[arm])
+    flags_of_arm = {**KEPT[arm], **json.loads(args.flags or "{}")}
     placebo = bool(flags_of_arm.pop("placebo", False))
     factor, steps = KEPT_AT[arm]
     steps = args.steps or steps
@@ -163,6 +165,8 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
         "validation.num_inference_steps": STEPS,
         "validation.prompts": prompts_file("unrelated", UNRELATED, shown_alone=False),
         "validation.unrelated_images": UNRELATED,
+        # where no picture shows two elements, which phrase switches which element off
+        "validation.controls": "never" if setting_of(flags_of_arm) == "C" else "final",
         **flags_of_arm,
     }
     report, seconds = kept(arm, flags)
@@ -176,11 +180,17 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
         "steps": steps,
         "target": target,
         "seed": 0,
+        "flags": args.flags,
         "images": args.images,
         "rate": of_target["rate"],
         "whole_rate": of_target["whole_rate"],
         "elements": [element["rate"] for element in of_target["elements"]],
         "element_means": [element["mean"] for element in of_target["elements"]],
+        "prompts": {
+            cell: [element["rate"] for element in of_cell["targets"][target]["elements"]]
+            for cell, of_cell in (last.get("cells") or {}).items()
+            if cell.startswith(("phrase-", "without-"))
+        },
         "captions": args.captions,
         "right": things_right(out / "pipeline", args.captions),
         "kept": last["kept"],
@@ -325,11 +335,27 @@ def by_target(rows: list[dict]) -> str:
             kept_of = [
                 min(share(row["right"], base["right"], g, kinds) for g in base["right"]) for kinds in (SHOWN, UNSHOWN)
             ]
-            elements = ", ".join(f"{rate:.2f}" for rate in row["elements"])
+            elements = rates_of(row["elements"])
             cells = [said(arm), row["target"], f"{row['rate']:.2f}", elements, *(f"{kept:.2f}" for kept in kept_of)]
             lines.append([*cells, f"{row['kept']['change']['pixels']:.2f}"])
     head = ("arm", "target", "strict rate", "elements", "kinds shown, lowest", "not shown, lowest", "pictures changed")
     return markdown(head, lines)
+
+
+def by_prompt(rows: list[dict]) -> str:
+    """Of each run without unions, the share of images that show each element under each phrase alone, all but one, and
+    all: Markdown; empty without such runs."""
+    lines = []
+    for row in rows:
+        prompts = row.get("prompts") or {}
+        lines += [[said(row["arm"]), row["target"], prompt, rates_of(rates)] for prompt, rates in prompts.items()]
+        lines += [[said(row["arm"]), row["target"], "all", rates_of(row["elements"])]] if prompts else []
+    return markdown(("arm", "target", "prompt", "elements"), lines) if lines else ""
+
+
+def rates_of(elements: Sequence[float]) -> str:
+    """The rates of a target's elements in a cell."""
+    return ", ".join(f"{rate:.2f}" for rate in elements)
 
 
 # ---------------------------------------------------------------- chart
@@ -368,7 +394,8 @@ def frontier(rows: list[dict]) -> str:
 # ---------------------------------------------------------------- command
 def done(args: argparse.Namespace) -> set[tuple]:
     """The runs that are stored in this setting."""
-    return {(row["arm"], row["target"], row.get("steps")) for row in stored(args.results)}
+    rows = [row for row in stored(args.results) if row.get("flags") == args.flags]
+    return {(row["arm"], row["target"], row.get("steps")) for row in rows}
 
 
 def runs(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -389,6 +416,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=IMAGES, help="of the composed prompt")
     parser.add_argument("--captions", type=int, default=CAPTIONS, help="held-out ones that are judged")
     parser.add_argument("--own", type=int, help="pictures that the base draws, in place of the arm's number")
+    parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--smoke", action="store_true", help="two arms on one development target, in minutes")
     args = parser.parse_args(argv)
@@ -403,13 +431,13 @@ def main(argv: list[str] | None = None) -> None:
         append(args.results, [{**of_base(args), **here}])
     for arm, target in tqdm(runs(args), desc="runs"):
         steps = args.steps or KEPT_AT[arm][1]
-        with claimed(("kept", arm, target, steps, args.results.stem)) as free:
+        with claimed(("kept", arm, target, steps, args.results.stem, zlib.crc32((args.flags or "").encode()))) as free:
             if free and (arm, target, steps) not in done(args):
                 append(args.results, [{**train(arm, target, args), **here}])
     rows = stored(args.results)
     if args.results == RESULTS:
         PLOT.write_text(frontier(rows))
-    print(table(rows), by_guidance(rows), by_target(rows), sep="\n\n")
+    print(table(rows), by_guidance(rows), by_target(rows), by_prompt(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -374,7 +374,7 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
 
 # -- by element ------------------------------------------------------------------------------------
 def bleeding(record: Record) -> list[Figure]:
-    """The recall of each target's elements under each phrase alone, and under all."""
+    """The recall of each target's elements under each phrase alone, all but one, and all."""
     cells = control_cells(record)
     figures = list[Figure]()
 
@@ -387,6 +387,9 @@ def bleeding(record: Record) -> list[Figure]:
         rows = {
             f"{k + 1} {phrase}": recall(f"phrase-{k}", name)
             for k, phrase in enumerate(target.phrases)
+        }
+        rows |= {
+            f"all but {k + 1}": recall(f"without-{k}", name) for k in range(len(target.phrases))
         }
         rows = {phrase: values for phrase, values in rows.items() if values}
         together = recall("composed", name)

@@ -63,6 +63,26 @@ def test_a_line_an_arm_in_every_table(rows):
     assert len(kept.by_target(rows).splitlines()) == 5
 
 
+def test_prompts_without_a_phrase_are_listed_where_a_run_has_them(rows):
+    assert kept.by_prompt(rows) == ""
+    switched = {"phrase-1": [0.0, 1.0], "without-0": [0.25, 0.75]}
+    lines = kept.by_prompt([*rows, row("recommended_leak_free", "7", 0.5, rows[0]["right"], prompts=switched)])
+    assert [line.split("|")[3:5] for line in lines.splitlines()[2:]] == [
+        [" phrase-1 ", " 0.00, 1.00 "],
+        [" without-0 ", " 0.25, 0.75 "],
+        [" all ", " 0.50, 1.00 "],
+    ]
+    assert lines.count("`recommended_leak_free` (B)") == 3
+
+
+def test_an_arm_says_whether_pictures_show_two_elements():
+    settings = {arm: arms.setting_of(flags) for arm, flags in arms.KEPT.items()}
+    assert settings["plain"] == "A" and settings["recommended_leak_free"] == settings["replay"] == "B"
+    assert {settings[arm] for arm in ("recommended", "recommended_2026", "lora_2026", "own_pictures")} == {"C"}
+    assert arms.said("recommended on placebo data") == "`recommended on placebo data` (C)"
+    assert arms.said("half_2").endswith("(C)") and arms.said("plain_warm").endswith("(A)")
+
+
 def test_the_chart_has_two_points_an_arm(rows):
     svg = kept.frontier(rows)
     assert svg.count("<circle") == 4 and svg.count('fill="#fff"') == 2 and "recommended" in svg

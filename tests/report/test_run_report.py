@@ -68,6 +68,7 @@ def test_report_is_one_file_with_every_part(run):
         "base model",
         "phrases in another order",
         "phrase 1 alone",
+        "all but 2",
         "a tall hat",
         "a sandy beach, a green meadow",
         "Timesteps trained on",
