@@ -186,6 +186,7 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
         "whole_rate": of_target["whole_rate"],
         "elements": [element["rate"] for element in of_target["elements"]],
         "element_means": [element["mean"] for element in of_target["elements"]],
+        "thresholds": report["element_threshold"]["each"][0],
         "prompts": {
             cell: [element["rate"] for element in of_cell["targets"][target]["elements"]]
             for cell, of_cell in (last.get("cells") or {}).items()

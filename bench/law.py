@@ -43,6 +43,8 @@ ROWS = {
 RATE = 40.0  # learning rate of these arms in the published setting, in units of 1e-4
 BINS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)  # of expected rates
 DRAWS = 200  # fits to targets drawn again
+# A second reading, of a target alone: coefficients of 1, of the law's log odds and of the element's threshold.
+SECOND = np.array([5.55, 0.63, -7.98])
 
 
 class Block(NamedTuple):
@@ -175,9 +177,10 @@ def fit(x: np.ndarray, rates: np.ndarray, ridge: float = 1e-3) -> np.ndarray:
     return w
 
 
-def left_out(of: Sequence[Case]) -> np.ndarray:
-    """The rate of each case (N,) by the law without its target."""
-    x, rates = matrix(of)
+def left_out(of: Sequence[Case], x: np.ndarray | None = None) -> np.ndarray:
+    """The rate of each case (N,) by a fit without its target, to the law's features or to x (N,F)."""
+    features_of_law, rates = matrix(of)
+    x = features_of_law if x is None else x
     names = np.array([case.target for case in of])
     predicted = np.zeros(len(of))
     for name in set(names):
@@ -275,6 +278,44 @@ def coefficients(read: Read) -> str:
     return markdown(("feature", "coefficient"), lines)
 
 
+def log_odds(p: np.ndarray) -> np.ndarray:
+    """log(p / (1 - p))."""
+    return np.log(p / (1 - p))
+
+
+def second_features(predicted: np.ndarray, thresholds: Sequence[float]) -> np.ndarray:
+    """Features (N,3) of the second reading."""
+    return np.column_stack([np.ones(len(predicted)), log_odds(predicted), thresholds])
+
+
+def with_thresholds(read: Read) -> tuple[list[int], list[float]]:
+    """The places among `fitted` of elements whose thresholds bench/theory.py stored, and these."""
+    known = {row["target"]: row["thresholds"][1:] for row in read("theory.jsonl") if row["variant"] == "recommended"}
+    runs = {run: places for run, places in by_target(fitted(read), runs=True).items() if run[0] in known}
+    return sum(runs.values(), []), [value for target, _ in runs for value in known[target]]
+
+
+def second(read: Read) -> str:
+    """Who fails one at a time, by the law, by thresholds alone and by both, each target left out: Markdown."""
+    every = fitted(read)
+    places, thresholds = with_thresholds(read)
+    of = [every[place] for place in places]
+    by_law = left_out(every)[places]
+    both = second_features(by_law, thresholds)
+    scores = {
+        "the law": by_law,
+        "the threshold": left_out(of, both[:, [0, 2]]),
+        "both": left_out(of, both),
+    }
+    lines = []
+    for arm in ("all", *dict.fromkeys(case.run[1] for case in of)):
+        chosen = [place for place, case in enumerate(of) if arm in ("all", case.run[1])]
+        for name, values in scores.items():
+            cells = outcome([of[place] for place in chosen], values[chosen])
+            lines.append([f"`{arm}`" if arm != "all" else arm, name, *cells[:5]])
+    return markdown(("arm", "by", *HEAD[:5]), lines)
+
+
 # ---------------------------------------------------------------- fresh targets
 def predictions() -> Iterator[dict]:
     """A row an element of the fresh targets, by the coefficients of silentbad/memory/law.py."""
@@ -316,6 +357,9 @@ def fresh(read: Read) -> str:
                 longest[block.name] = (of, values)
                 cells = outcome(of, np.array(values))
             lines.append([block.name, f"`{block.arm}`", str(steps), *cells])
+            if ran and all("thresholds" in row for row in ran):
+                x = second_features(np.array(values), sum((row["thresholds"] for row in ran), []))
+                lines.append([f"{block.name}, with thresholds", *lines[-1][1:3], *outcome(of, expected(SECOND, x))])
     if len(longest) == len(FRESH):
         of, values = (sum(part, []) for part in zip(*longest.values(), strict=True))
         lines.append(["all", "", "", *outcome(of, np.array(values))])
@@ -326,6 +370,7 @@ BLOCKS = {
     "law": by_setting,
     "law-calibration": calibration,
     "law-coefficients": coefficients,
+    "law-thresholds": second,
     "law-fresh": fresh,
 }
 

@@ -30,6 +30,14 @@ def test_the_coefficients_are_those_of_the_stored_rows(read):
     assert np.allclose(law.fit(*law.matrix(cases)), [*COEFFICIENTS.values()], atol=0.1)
 
 
+def test_the_second_reading_is_that_of_the_stored_rows(read):
+    x, rates = law.matrix(law.fitted(read))
+    places, thresholds = law.with_thresholds(read)
+    assert len(places) == len(thresholds) >= 82
+    by_law = law.expected(law.fit(x, rates), x[places])
+    assert np.allclose(law.fit(law.second_features(by_law, thresholds), rates[places]), law.SECOND, atol=0.2)
+
+
 def test_the_stored_predictions_are_made_by_the_law():
     assert stored(law.PREDICTED) == json.loads(json.dumps(list(law.predictions())))
 
@@ -67,3 +75,7 @@ def test_fresh_targets_are_compared_once_they_have_rows(read):
     made_up = {block.file: rows, "many.jsonl": [], law.PREDICTED.name: read(law.PREDICTED.name)}
     line = law.fresh(made_up.__getitem__).splitlines()[2]
     assert "(16)" in line and "(1)" in line and line.rstrip(" |").endswith("0.50")
+    for row in rows:
+        row["thresholds"] = [0.9 if rate < 1 else 0.2 for rate in row["elements"]]
+    first, second = law.fresh(made_up.__getitem__).splitlines()[2:4]
+    assert first == line and "one at a time, with thresholds" in second and " 1.00 [" in second
