@@ -24,6 +24,7 @@ from bench.many import phrases_of
 from bench.published_table import BATCH, interval, markdown
 from bench.recovery_table import Read, append, stored
 from bench.theory_table import FAILS, auc_interval
+from experiments.by_need import by_need
 from silentbad.memory.law import COEFFICIENTS, Facts, expected_rate, features
 from worlds.microworld.make import target_scene
 from worlds.microworld.render import backdrop_mask
@@ -278,14 +279,10 @@ def coefficients(read: Read) -> str:
     return markdown(("feature", "coefficient"), lines)
 
 
-def log_odds(p: np.ndarray) -> np.ndarray:
-    """log(p / (1 - p))."""
-    return np.log(p / (1 - p))
-
-
 def second_features(predicted: np.ndarray, thresholds: Sequence[float]) -> np.ndarray:
     """Features (N,3) of the second reading."""
-    return np.column_stack([np.ones(len(predicted)), log_odds(predicted), thresholds])
+    log_odds = np.log(predicted / (1 - predicted))
+    return np.column_stack([np.ones(len(predicted)), log_odds, thresholds])
 
 
 def with_thresholds(read: Read) -> tuple[list[int], list[float]]:
@@ -366,12 +363,34 @@ def fresh(read: Read) -> str:
     return markdown(("targets", "arm", "steps", *HEAD), lines)
 
 
+def need(read: Read) -> str:
+    """The strict rate that the law expects of the fresh targets at once under other shares of the exposures, which
+    nobody has trained: Markdown."""
+    block = FRESH[1]
+    flags = flags_of(block.arm, block.file)
+    rng = np.random.default_rng(0)
+    lines = []
+    for steps in block.lengths:
+        of = [facts_of(target, block.runs[0], flags, steps) for target in phrases_of(block.runs[0])]
+        facts = sum(of, [])
+        n = len(facts)
+        by_rates = by_need(np.zeros((0, n)), np.ones(n), 0, rates=[expected_rate(f) for f in facts])
+        strict = []
+        for shares in (np.full(n, 1 / n), by_rates, rng.permutation(by_rates)):
+            exposures = iter(n * shares)
+            rates = [[expected_rate(f._replace(exposures=f.exposures * next(exposures))) for f in part] for part in of]
+            strict.append(np.mean([np.prod(of_target) for of_target in rates]))
+        lines.append([str(steps), *(f"{rate:.2f}" for rate in strict)])
+    return markdown(("steps", "equal shares", "by need", "those shares shuffled"), lines)
+
+
 BLOCKS = {
     "law": by_setting,
     "law-calibration": calibration,
     "law-coefficients": coefficients,
     "law-thresholds": second,
     "law-fresh": fresh,
+    "law-need": need,
 }
 
 

@@ -19,6 +19,7 @@ from tests.world import PROBED, Trainer, config
 # ------------------------------------------------------------ the contract of each registry
 ENTRIES = [
     *({"sampler": n, "phrase_memory": PROBED} for n in (*mr.SAMPLERS, experiment("leitner"))),
+    {"sampler": {"name": experiment("by_need"), "options": {"rates": [0.5, 0.9, 0.9, 0.2, 1.0]}}},
     *({"timesteps": n} for n in (*mr.TIMESTEPS, experiment("curriculum"), LEARNING_PROGRESS)),
     *({"loss": n} for n in (*mr.LOSSES, *map(experiment, ("soft_min_snr", "debiased", "p2")))),
     *({"loss": experiment("flow_weights", n)} for n in ("sigma_sqrt", "cosmap")),

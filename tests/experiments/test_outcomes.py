@@ -42,9 +42,9 @@ def test_an_old_name_leads_to_what_is_there(name, monkeypatch):
     assert not any(name in registry for registry in REGISTRIES)
 
 
-def test_every_file_is_an_old_name_and_says_what_was_measured():
+def test_every_old_name_has_a_file_and_every_file_says_what_was_measured():
     files = {path.name for path in (ROOT / "experiments").glob("*.py")} - {"__init__.py", "attention.py"}
-    assert files == {Path(place.partition(":")[0]).name for place in MOVED.values()}
+    assert files >= {Path(place.partition(":")[0]).name for place in MOVED.values()}
     readme = (ROOT / "experiments/README.md").read_text()
     for file in files:
         assert "Measured: " in said(f"experiments/{file}"), file
