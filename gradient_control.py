@@ -11,8 +11,7 @@ layers alike. To act on layers, train some of them: `--train_layers up*`.
 
 Under Adam the scale of a gradient cancels (1412.6980), so a multiplier acts on the learning rate.
 A rule is one function of `GroupStats`: `--gradient_control.name mine.py:my_rule` takes one from any
-file, as those in experiments/; an entry in `SCALE_RULES` keeps it here. Within a group, `shrink`
-acts on each weight: the optimizer is then `silentbad.control.shrinkage.ShrunkAdamW`.
+file, as those in experiments/; an entry in `SCALE_RULES` keeps it here.
 
 Symbols: G groups; n (G,) parameters of a group; g_t gradient; m_t its EMA, m̂ bias-corrected; S =
 <g_t, m̂_(t-1)>; E = ||g_t||^2 on the coordinates of S; Q = ||g_t||^2 on all; r = S+ / (E - S+) the
@@ -20,7 +19,7 @@ signal-to-noise ratio; x (G,) raw multipliers of a rule; a (G,) the multipliers 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from torch import Tensor, nn
 
 from silentbad.control.between import SourceWeights
 from silentbad.control.between_layers import LayerSourceWeights
-from silentbad.control.hypergradient import Transfer, hypergradient
 from silentbad.control.multipliers import Multipliers
 from silentbad.control.original import adjust_gradient_scale
 from silentbad.control.rates import LearningRates, check_optimizer, scale_gradients
@@ -93,7 +91,6 @@ SCALE_RULES = Parts(
         "uniform": uniform,
         "mean_abs": mean_abs,
         "placebo": placebo,
-        "hypergradient": hypergradient,
     },
     key="gradient_control.name",
     takes="stats",
@@ -141,7 +138,6 @@ def combine(stats: GroupStats, rules: RuleTable) -> Tensor:
 
 
 # ---------------------------------------------------------------- checks of the config
-REHEARSAL = "rehearsal"  # the source whose gradients feed the hypergradient
 
 
 def check_config(config: GradientControlConfig) -> RuleTable:
@@ -173,7 +169,6 @@ def try_own_rules(rules: RuleTable, names: tuple[str, ...] = NAMES, sdxl: bool =
         Q=2 * ones,
         L1=ones,
         theta=ones,
-        transfer=0 * ones,
         sdxl=sdxl,
     )
     for place in filter(user_code.is_place, rules):
@@ -194,30 +189,6 @@ def try_own_rules(rules: RuleTable, names: tuple[str, ...] = NAMES, sdxl: bool =
 
 
 # ---------------------------------------------------------------- the hooks
-class Samples:
-    """The coordinates of the gradients that are looked at, chosen at the first use: by then the
-    model is on its device."""
-
-    def __init__(self, groups: Groups, config: GradientControlConfig):
-        self.groups = list(groups)
-        self.count = config.sample
-        self.compares_sources = config.conflict or config.transform != "none"
-
-    @functools.cached_property
-    def gradients(self) -> Sample:
-        """Of the statistics."""
-        return self._of(self.count)
-
-    @functools.cached_property
-    def sources(self) -> Sample:
-        """Of what sources and updates are compared on; the hypergradient's cosine takes a quarter
-        of them."""
-        return self.gradients if self.compares_sources else self._of(max(self.count // 4, 1))
-
-    def _of(self, count: int) -> Sample:
-        return Sample(self.groups, count, self.groups[0][0].device)
-
-
 class LayerRates(Hook):
     """Multiplies the learning rate of each group by what the rules make of the statistics of its
     gradients.
@@ -231,7 +202,7 @@ class LayerRates(Hook):
         config: GradientControlConfig,
         groups: Groups,
         rules: RuleTable,
-        samples: Samples,
+        sample: Callable[[], Sample],
         meters: dict[str, Tensor],
         *,
         seed: int,
@@ -240,12 +211,11 @@ class LayerRates(Hook):
         self.config = config
         self.groups = groups
         self.rules = rules
-        self.samples = samples
+        self.sample = sample
         self.seed = seed
         self.sdxl = sdxl
         self.params = [p for group in groups for p in group]
         self.modifies_gradients = config.apply == "gradient"
-        self.uses_hypergradient = config.uses_hypergradient
         self.optimizer: Any = None  # set by `Controller.attach`
         self.rates = LearningRates()
         self.multipliers = dict.fromkeys(groups.names, 1.0)  # in force
@@ -258,7 +228,7 @@ class LayerRates(Hook):
     @functools.cached_property
     def statistics(self) -> Statistics:
         """Running averages over the gradients."""
-        sample = self.samples.gradients
+        sample = self.sample()
         return Statistics(sample, RecentMean(sample, self.config.momentum), self.config.averaging)
 
     @functools.cached_property
@@ -266,11 +236,6 @@ class LayerRates(Hook):
         """The multipliers (G,) on their way to the host."""
         limits = (self.config.bound, self.config.max_log_step)
         return Multipliers(len(self.groups), *limits, self.params[0].device)
-
-    @functools.cached_property
-    def transfer(self) -> Transfer:
-        """How well the updates served rehearsals, for the hypergradient."""
-        return Transfer(self.samples.sources, self.config.averaging)
 
     @torch.no_grad()
     def before_step(
@@ -282,8 +247,6 @@ class LayerRates(Hook):
         recombined = self.config.transform != "none"  # then the norms are of other gradients
         gradients = [p.grad for p in self.params]
         self.statistics.update(gradients, finite, None if recombined else norms)
-        if self.uses_hypergradient:
-            self.transfer.before_step()
         if self.config.apply == "gradient":
             scale_gradients(self.groups, list(self.multipliers.values()))
             return {}
@@ -298,8 +261,6 @@ class LayerRates(Hook):
     def after_step(self, step: int, skipped: bool = False) -> None:
         """Give the schedule its own rates back; every `refresh` updates compute new multipliers."""
         self.rates.restore()
-        if self.uses_hypergradient:
-            self.transfer.after_step(skipped)
         if skipped:
             return
         self.updates += 1
@@ -324,10 +285,8 @@ class LayerRates(Hook):
     def compute_multipliers(self) -> None:
         """From the statistics so far: rule, fade-in, bounds, quadratic mean one."""
         c = self.config
-        no_transfer = torch.zeros_like(self.samples.gradients.n)
         stats = self.statistics.groups(
             names=tuple(self.groups.names),
-            transfer=self.transfer.value if self.uses_hypergradient else no_transfer,
             seed=self.seed,
             sdxl=self.sdxl,
         )
@@ -350,16 +309,13 @@ class LayerRates(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics, multipliers and their history."""
-        state = {
+        return {
             "updates": self.updates,
             "multipliers": dict(self.multipliers),
             "history": [dict(entry) for entry in self.history],
             **self.computed.state_dict(),
             "statistics": self.statistics.state_dict(),
         }
-        if self.uses_hypergradient:
-            state["transfer"] = self.transfer.state_dict()
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up such a state."""
@@ -368,25 +324,20 @@ class LayerRates(Hook):
         self.history = [dict(entry) for entry in state["history"]]
         self.computed.load_state_dict(state)
         self.statistics.load_state_dict(state["statistics"])
-        if self.uses_hypergradient:
-            self.transfer.load_state_dict(state["transfer"])
 
 
 class SourceConflict(Hook):
-    """Keeps what each source adds to the gradient of a step: meters their cosines, recombines them
-    by a transform, and gives the rehearsals' to the hypergradient of `layer_rates`. `meters` is the
-    controller's."""
+    """Keeps what each source adds to the gradient of a step: meters their cosines, and recombines
+    them by a transform. `meters` is the controller's."""
 
     def __init__(
         self,
         config: GradientControlConfig,
-        samples: Samples,
-        layer_rates: LayerRates,
+        sample: Callable[[], Sample],
         meters: dict[str, Tensor],
     ):
         self.config = config
-        self.samples = samples
-        self.layer_rates = layer_rates
+        self.sample = sample
         self.modifies_gradients = config.transform != "none"
         self.remaining = MIXED  # the source of what the next backward adds
         self.latest = meters
@@ -394,7 +345,7 @@ class SourceConflict(Hook):
     @functools.cached_property
     def bank(self) -> SourceBank:
         """The gradients by source."""
-        return SourceBank(self.samples.sources, full=self.modifies_gradients)
+        return SourceBank(self.sample(), full=self.modifies_gradients)
 
     def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> None:
         """Keep each source's own gradient of a mixed micro-batch; the last source gets what the
@@ -403,9 +354,6 @@ class SourceConflict(Hook):
         Every source but the last costs one more backward, beside the accumulated gradient: DDP's
         hooks do not see it.
         """
-        # the hypergradient asks for one source alone
-        if not (self.config.conflict or self.bank.full):
-            sources = [source if source == REHEARSAL else MIXED for source in sources]
         names = sorted(set(sources))
         self.bank.split(names[:-1], losses, sources, scale)
         self.remaining = names[-1]
@@ -420,10 +368,8 @@ class SourceConflict(Hook):
     def before_step(
         self, step: int, finite: Tensor | None = None, norms: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Use the step's sources: the hypergradient, the meters, the transform."""
+        """Use the step's sources: the meters, the transform."""
         bank = self.bank
-        if self.layer_rates.uses_hypergradient and REHEARSAL in bank.parts:
-            self.layer_rates.transfer.learn(bank.sampled(REHEARSAL))
         if len(bank.parts) > 1:
             transform = TRANSFORMS[self.config.transform]
             self.latest |= bank.compare(transform, each=self.config.sources == "role")
@@ -462,7 +408,10 @@ class Controller(Hooks):
 
         sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
         try_own_rules(self.rules, tuple(self.groups.names), sdxl)
-        samples = Samples(self.groups, config)
+        # chosen at the first use: by then the model is on its device
+        sample = functools.cache(
+            lambda: Sample([*self.groups], config.sample, self.params[0].device)
+        )
         self.source_weights = SourceWeights(config.between, self.groups)
         if config.between.layerwise:
             rule = SOURCE_RULES[config.between.name]
@@ -470,11 +419,11 @@ class Controller(Hooks):
                 config.between, self.groups, rule, seed, sdxl, records
             )
         self.layer_rates = LayerRates(
-            config, self.groups, self.rules, samples, self._latest, seed=seed, sdxl=sdxl
+            config, self.groups, self.rules, sample, self._latest, seed=seed, sdxl=sdxl
         )
-        self.source_conflict = SourceConflict(config, samples, self.layer_rates, self._latest)
+        self.source_conflict = SourceConflict(config, sample, self._latest)
 
-        uses_sources = config.conflict or config.transform != "none" or config.uses_hypergradient
+        uses_sources = config.conflict or config.transform != "none"
         chosen = (
             (self.source_weights, self.source_weights.on),
             (self.source_conflict, uses_sources),

@@ -81,7 +81,7 @@ LEAK_FREE = part("rehearsal", "leak_free")
 REGION = part("region", "mask")
 JOINT_CAPTIONS = {**part("rehearsal", "joint_captions"), **part("region", "mask", outside=0.1)}
 UNCONDITIONAL = {"memory.roles.clean.caption_dropout": "1.0"}
-SHRINK = {"gradient_control.shrink": "true"}
+SHRINK = {"optimizer": "experiments.shrinkage.ShrunkAdamW"}
 HIGH_NOISE = {**part("timesteps", "snr_mixture"), "memory.timesteps.importance": "false"}
 RECOMMENDED_LEAK_FREE = {**REGION, **HIGH_NOISE, **UNCONDITIONAL}
 RECOMMENDED = {**PAIRWISE, **RECOMMENDED_LEAK_FREE}
@@ -124,7 +124,11 @@ ARMS: dict[str, Flags] = {
     "original_as_rate": rule("mean_abs", **SOON),
     "auto_rgn": rule(experiment("auto_rgn"), **SOON),
     "inverse_rms": rule(experiment("inverse_rms"), **SOON),
-    "hypergradient": {**LEAK_FREE, **rule("hypergradient", **SOON)},
+    "hypergradient": {
+        **LEAK_FREE,
+        **rule(experiment("hypergradient"), **SOON),
+        "hooks": json.dumps([experiment("hypergradient", "Transfer")]),
+    },
     "pairwise": {**PAIRWISE, **REGION},
     "leak_free": LEAK_FREE,
     "joint_captions": JOINT_CAPTIONS,
@@ -266,7 +270,7 @@ def setting_of(flags: Flags) -> str:
     such pictures. C: with unions, which show all elements of a target but one, or two."""
     if flags.get("memory.rehearsal.name", "").startswith("pairwise"):
         return "C"
-    levers = ("memory.", "gradient_control.", "prior_preservation.", "decay_to_base")
+    levers = ("memory.", "gradient_control.", "prior_preservation.", "decay_to_base", "optimizer")
     return "B" if any(key.startswith(levers) for key in flags) else "A"
 
 

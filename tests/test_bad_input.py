@@ -231,8 +231,6 @@ CASES = {
     "data: a phrase composed otherwise": case("Unicode composition", touch=record(text="un cafe\u0301", phrases=["un caf\u00e9"])),
     "data: clean records that are not there": case("clean_ratio", touch=lambda root: write_data(root / "data", clean=0), memory__sampler__clean_ratio=1.0),
     "data: no phrases to join": case("memory.rehearsal.name=leak_free", "none with a caption has two", memory__rehearsal__name="leak_free"),
-    "data: no rehearsal to learn from": case("gradient_control.name=hypergradient", "role rehearsal", gradient_control__name="hypergradient"),
-    "data: no rehearsal for a placebo of what learns": case("gradient_control.name=placebo", "of which there are none", gradient_control__name="placebo", gradient_control__options='{"of": "hypergradient"}'),
     "data: elements cut at random": case("17x16", "center_crop", memory__region__name="estimated", touch=both(lambda root: Image.new("RGB", (17, 16)).save(root / "data/images/wide.png"), record(file_name="images/wide.png", phrases=["a field"]))),
     "data: a Hub set out of reach": case("dataset_name", "cannot load", train_data_dir="null", dataset_name="nobody/nothing"),
     "data: a target among the records": case("metadata.jsonl:17", "equals target 't0'", touch=record(file_name="targets/t0.png")),

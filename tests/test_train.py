@@ -30,9 +30,11 @@ from silentbad.measure.record import ElementThreshold, Threshold
 from silentbad.model.diffusion import noised
 from silentbad.saving import card, checkpoint, folder
 from tests.conftest import write_data
-from tests.toy import CONTRAST, GSNR, LEARNING_PROGRESS
+from tests.toy import CONTRAST, GSNR, LEARNING_PROGRESS, experiment
 from tests.training import VALIDATION, equal, rows, same, step_once, weights
 from train_silentbad import main, micro_step
+
+HYPERGRADIENT = experiment("hypergradient")
 
 # ---------------------------------------------------------------- it runs
 
@@ -219,7 +221,7 @@ def test_resume_is_bit_equal_mid_epoch(arm, flags, tmp_path):
         assert rows(whole)[1]["memory/rehearsals"] > 0
 
 
-@pytest.mark.parametrize("name, options", [("hypergradient", "{}"), ("placebo", '{"of": "hypergradient"}')])
+@pytest.mark.parametrize("name, options", [(HYPERGRADIENT, "{}"), ("placebo", json.dumps({"of": HYPERGRADIENT}))])
 def test_the_hypergradient_learns_from_leak_free_rehearsals(name, options, build, data):
     lines = [json.loads(line) for line in (data / "metadata.jsonl").read_text().splitlines()]
     for line in lines:
@@ -234,6 +236,7 @@ def test_the_hypergradient_learns_from_leak_free_rehearsals(name, options, build
             "gradient_control.options": options,
             "gradient_control.warmup": 0,
             "gradient_control.refresh": 1,
+            "hooks": experiment("hypergradient", "Transfer"),
         }
     )
     for _ in range(4):

@@ -93,7 +93,6 @@ def stats_of(scale=1.0, groups=6, **replace):
         Q=2 * E,
         L1=(E * n).sqrt(),
         theta=n.sqrt(),
-        transfer=torch.linspace(-0.1, 0.1, groups).double(),
     )
     return GroupStats(**{"names": names, **parts, **replace})
 

@@ -153,7 +153,6 @@ class LayerSourceWeights(SourceWeights):
             "names": names,
             "seed": self.seed,
             "sdxl": self.sdxl,
-            "transfer": torch.zeros_like(self.sample.n),
         }
         stats = {name: statistics.groups(**about) for name, statistics in self.statistics.items()}
         element = stats[ELEMENT]

@@ -87,10 +87,6 @@ class SourceBank:
         pairs = zip(self.sample.params, grads, strict=True)
         return [torch.zeros_like(p) if g is None else g.detach().clone() for p, g in pairs]
 
-    def sampled(self, source: str) -> Tensor:
-        """Sampled coordinates (rows, WIDTH) of a source's gradient."""
-        return self.sample.read(self.parts[source]) if self.full else self.parts[source][0]
-
     def gram(self) -> tuple[list[str], Tensor]:
         """Sorted source names and the Gram matrix (K,K) of their gradients."""
         names = sorted(self.parts)

@@ -127,8 +127,6 @@ class GroupStats:
     Q: Tensor  # ||g_t||^2
     L1: Tensor  # sum of |g_t|
     theta: Tensor  # ||theta||
-    # mean of -cos(rehearsal gradient, last update); positive where the update helped
-    transfer: Tensor
     seed: int = 0  # of the run
     sdxl: bool = False  # whether the stages are numbered as in SDXL's UNet
     cache: dict[tuple, Tensor] = field(default_factory=dict)

@@ -28,8 +28,7 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
         if not pc.any(pc.match_substring(records.column("text"), ",")).as_py():
             wrong = "between commas; no caption of the data has a comma"
             raise UserError(f"token_warmup_step: shows the first parts of a caption, {wrong}")
-    rehearsed = memory.rehearsal.name in REHEARSED
-    added_roles = ["rehearsal"] if rehearsed else []
+    added_roles = ["rehearsal"] if memory.rehearsal.name in REHEARSED else []
     unseen = {"clean"} if memory.sampler.clean_ratio == 0 else set()
     there = {*info.roles, *added_roles} - unseen
     for role in ROLES:
@@ -55,12 +54,6 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
                 "memory.rehearsal.name=leak_free: joins phrases of clean and rehearsal records; "
                 "none with a caption has two"
             )
-    if config.gradient_control.uses_hypergradient and not (rehearsed or "rehearsal" in info.roles):
-        raise UserError(
-            f"gradient_control.name={config.gradient_control.name}: learns from rehearsals, of "
-            f"which there are none; "
-            "set memory.rehearsal.name to leak_free or pairwise, or give records of role rehearsal"
-        )
 
 
 def bucket_step(config: TrainConfig, side: int, factor: int) -> int:

@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 
-from silentbad.control.shrinkage import ShrunkAdamW
 from silentbad.control.spectral import SpectralAdamW
 from silentbad.distributed.shards import gather
 from silentbad.errors import UserError, user_errors
 from silentbad.model.averaging import keeps_average
 from silentbad.settings.optimizer_facts import not_one, path_of
 from silentbad.settings.train import TrainConfig
-
-UPDATES: dict[str, type[torch.optim.Optimizer]] = {"shrink": ShrunkAdamW, "spectral": SpectralAdamW}
 
 
 # ---------------------------------------------------------------- building
@@ -65,7 +62,7 @@ def make_optimizer(
     # its own view of settings and weights
     with user_errors(f"optimizer: {kind.__name__} does not take these"):
         optimizer: Any = kind(groups, **settings)
-        if kind not in UPDATES.values():
+        if kind is not SpectralAdamW:
             try_step(kind, groups[0], settings)
     if keeps_average(optimizer):
         optimizer.train()

@@ -106,9 +106,6 @@ class GradientControlConfig:
     )
     # factors between the sources; they act on gradients
     between: BetweenConfig = field(default_factory=BetweenConfig)
-    shrink: bool = option(
-        False, "shrink each weight's AdamW update to what rises above its gradient's noise"
-    )
     spectral: bool = option(
         False, "move each matrix equally far in all its directions (Muon): the rare ones as fast"
     )
@@ -155,11 +152,6 @@ class GradientControlConfig:
         """All that is code of the user's own."""
         transform = [self.transform] if user_code.is_place(self.transform) else []
         return [*self.own_rules, *self.own_source_rules, *transform]
-
-    @property
-    def uses_hypergradient(self) -> bool:
-        """Whether a rule learns from rehearsals: the hypergradient, or its placebo."""
-        return "hypergradient" in self.rules + self.copied
 
 
 LEVELLED = ("clean", "rehearsal")  # sources with a level; elements have 1

@@ -5,6 +5,7 @@ MOVED = {
     "prior": "experiments/prior.py:prior",
     "inverse_rms": "experiments/inverse_rms.py:inverse_rms",
     "auto_rgn": "experiments/auto_rgn.py:auto_rgn",
+    "hypergradient": "experiments/hypergradient.py:hypergradient",
     "contrast": "experiments/contrast.py:contrast",
     "equalise": "experiments/equalise.py:equalise",
     "remove_conflict": "experiments/remove_conflict.py:remove_conflict",

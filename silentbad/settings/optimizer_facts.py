@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 
 ELEMENTWISE = ("AdamW", "Adam", "SGD")  # their step needs no more of a tensor than the shard
 ADAPTIVE = ("Prodigy", "DAdapt")  # names of those that find their own rate
-OWN = {  # options of gradient_control that put another update in place of AdamW's
-    "shrink": "silentbad.control.shrinkage.ShrunkAdamW",
-    "spectral": "silentbad.control.spectral.SpectralAdamW",
-}
 
 
 @dataclass(frozen=True)
@@ -35,9 +31,8 @@ class OptimizerFacts:
 
 def path_of(config: "TrainConfig") -> tuple[str, str]:
     """(the key that chooses the optimizer, its import path)."""
-    for name, path in OWN.items():
-        if getattr(config.gradient_control, name):
-            return f"gradient_control.{name}", path
+    if config.gradient_control.spectral:
+        return "gradient_control.spectral", "silentbad.control.spectral.SpectralAdamW"
     if config.use_8bit_adam:
         return "use_8bit_adam", "bitsandbytes.optim.AdamW8bit"
     path = config.optimizer

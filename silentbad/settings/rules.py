@@ -102,11 +102,6 @@ FACTS = {
             config.use_8bit_adam or config.optimizer.removeprefix("torch.optim.") not in ELEMENTWISE
         ),
     ),
-    "LEARNING_RULE": Fact(
-        "gradient_control.name",
-        "gradient_control.name=hypergradient, or its placebo",
-        lambda config, facts: config.gradient_control.uses_hypergradient,
-    ),
     "FSDP": Fact("accelerate", "FSDP", lambda config, facts: facts.sharded),
     "LOSS_SCALE": Fact(
         "mixed_precision",
@@ -186,19 +181,11 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     },
     # optimizer and losses
     "use_8bit_adam": {
-        "gradient_control.shrink": NOT_ADAMW,
         "gradient_control.spectral": NOT_ADAMW,
     },
     "optimizer!=AdamW": {
         "use_8bit_adam": "excludes optimizer {b_value}; set one of them",
-        "gradient_control.shrink": NOT_ADAMW,
         "gradient_control.spectral": NOT_ADAMW,
-    },
-    "gradient_control.shrink": {
-        "gradient_control.spectral": "does not go with shrink: each is an update of its own"
-    },
-    "adam_beta1=0.0": {
-        "gradient_control.shrink": "adam_beta1 0 averages nothing to tell noise by; 0.9 does"
     },
     "AVERAGING": {"use_ema": "{optimizer} keeps an average of the weights itself; set one of them"},
     "AVERAGE_UNMEASURED": {
@@ -215,7 +202,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     LAYERWISE: {
         "gradient_control.conflict": ON_THEIR_WAY,
         "gradient_control.transform": ON_THEIR_WAY,
-        "LEARNING_RULE": ON_THEIR_WAY,
         "memory.attention_binding.name": CUT,
         "memory.loss_balance.name": CUT,
         "compile_model": f"{{b}}={{b_value}} cuts batches by source into many shapes; {LEAVE}",
@@ -260,7 +246,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "channels_last=true": "FSDP shards contiguous weights only; leave it off",
         "gradient_control.conflict": NOT_REDUCED,
         "gradient_control.transform": NOT_REDUCED,
-        "LEARNING_RULE": NOT_REDUCED,
         LAYERWISE: NOT_REDUCED,
         "memory.loss_balance.name": NOT_REDUCED,
         "gradient_control.spectral": "takes a matrix whole, FSDP in shards; turn it off",

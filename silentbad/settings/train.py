@@ -349,6 +349,8 @@ class TrainConfig(DataSettings):
     RENAMED = {
         **{name: f"is of another script: {instead}" for name, instead in SUCCESSORS.items()},
         **{name: f"has another name now: use --{ours}" for name, ours in OLDER.items()},
+        "gradient_control.shrink": "is an optimizer now: use "
+        "--optimizer experiments.shrinkage.ShrunkAdamW",
         "guard": "is a hook now: use --hooks silentbad_shield.guard:Drop, its scan in --hook_options",
     }
 

@@ -265,7 +265,7 @@ def test_refuses_in_one_line(wrong, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("reader", [{"conflict": True}, {"transform": REMOVE_CONFLICT}, {"name": "hypergradient"}])
+@pytest.mark.parametrize("reader", [{"conflict": True}, {"transform": REMOVE_CONFLICT}])
 def test_what_reads_the_sources_is_refused(reader):
     between = settings(CONTRAST).between
     with pytest.raises(UserError, match="leave one of them out"):

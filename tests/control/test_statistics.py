@@ -43,8 +43,7 @@ def update_stats(params, gradients, momentum=0.9, averaging=0.98, per_tensor=819
 
 
 def grouped(statistics):
-    zero = torch.zeros_like(statistics.sample.n)
-    return statistics.groups(names=("g",) * len(zero), transfer=zero)
+    return statistics.groups(names=("g",) * len(statistics.sample.n))
 
 
 @pytest.mark.parametrize("r, tolerance", [(0.5, 0.04), (0.0025, 0.15)])

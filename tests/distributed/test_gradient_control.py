@@ -42,7 +42,7 @@ def micro_batch(model, step, micro, rank):
 
 def train(model, forward, ranks, no_sync, sources=SOURCES, **settings):
     """Train on the micro-batches of `ranks`; returns the controller and the weights."""
-    control = Controller(model, config(f"{GSNR}+hypergradient", conflict=True, **settings), seed=0)
+    control = Controller(model, config(GSNR, conflict=True, **settings), seed=0)
     optimizer = torch.optim.AdamW(control.param_groups(1e-2), lr=1e-2)
     control.attach(optimizer)
     for step in range(STEPS):

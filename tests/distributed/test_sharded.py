@@ -57,7 +57,6 @@ CASES = {  # changes of both; of the run in shards alone; `make test` has the fi
         },
         {},
     ),
-    "shrunk updates": ({"gradient_control.shrink": True}, {}),
 }
 
 

@@ -22,8 +22,9 @@ ARMS = {  # file -> arm of bench/results/recovery.md
     "attention_binding": "attention_binding",
     "and_distillation": "and_distillation",
     "l2_sp": "retention",
+    "hypergradient": "hypergradient",
+    "shrinkage": "shrink",
 }
-HYPERGRADIENT = "silentbad/control/hypergradient.py"
 REGISTRIES = [
     *(gradient_control.SCALE_RULES, gradient_control.SOURCE_RULES, gradient_control.TRANSFORMS),
     *(memory_reinforce.ERRORS, *memory_reinforce.REGISTRIES.values()),
@@ -60,7 +61,6 @@ def speeds() -> dict[str, str]:
     return {row[0]: row[column] for row in reversed(body) if row[column]}
 
 
-@pytest.mark.parametrize("file, arm", [*ARMS.items(), (HYPERGRADIENT, "hypergradient")])
+@pytest.mark.parametrize("file, arm", ARMS.items())
 def test_outcomes_are_those_of_the_stored_rows(file, arm, speeds):
-    file = file if "/" in file else f"experiments/{file}.py"
-    assert f"{speeds[arm]} of plain's speed" in said(file)
+    assert f"{speeds[arm]} of plain's speed" in said(f"experiments/{file}.py")

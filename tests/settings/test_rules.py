@@ -67,7 +67,6 @@ FACT = {  # how each fact comes about
         put(config, "validation.weights", "raw"),
     ),
     "WHOLE_TENSORS": lambda config, facts: put(config, "optimizer", "Adafactor"),
-    "LEARNING_RULE": lambda config, facts: put(config, "gradient_control.name", "hypergradient"),
     "FSDP": lambda config, facts: setattr(facts, "sharded", True),
     "LOSS_SCALE": lambda config, facts: put(config, "mixed_precision", "fp16"),
     "FLOW": lambda config, facts: setattr(facts, "family", SD3),

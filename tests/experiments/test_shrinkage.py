@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from silentbad.control import shrinkage
-from silentbad.control.shrinkage import ShrunkAdamW, gains, noise
+from experiments import shrinkage
+from experiments.shrinkage import ShrunkAdamW, gains, noise
 
 
 def steps(kind: type, gradients: list[torch.Tensor], **settings) -> list[torch.Tensor]:
