@@ -36,7 +36,7 @@ class Sample:
     ):
         self.params = [p for group in group_params for p in group]
         numel = [p.numel() for p in self.params]
-        self.stride = [_coprime(-(-n // per_tensor), n) for n in numel]
+        self.stride = [coprime(-(-n // per_tensor), n) for n in numel]
         self.count = [-(-n // stride) for n, stride in zip(numel, self.stride, strict=True)]
         rows = [-(-k // WIDTH) for k in self.count]
         self.rows = sum(rows)
@@ -99,7 +99,7 @@ def _wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _coprime(stride: int, size: int) -> int:
+def coprime(stride: int, size: int) -> int:
     """The least number from `stride` on that shares no factor with `size`."""
     return next(s for s in itertools.count(stride) if math.gcd(s, size) == 1)
 

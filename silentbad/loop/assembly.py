@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from diffusers.optimization import get_scheduler
 
 from silentbad.control.decay import DecayToBase
+from silentbad.control.relative import RelativeChange, RelativeRate
 from silentbad.data import buckets
 from silentbad.data.draws import Draws, Reader, Transform, by_role
 from silentbad.data.elements import epoch_length
@@ -128,6 +129,8 @@ def build(
     groups = control.param_groups(config.adam_weight_decay)
     rate_scale = effective_batch if config.scale_lr else 1.0
     optimizer: Any = optimizers.make_optimizer(groups, config, rate_scale)
+    if config.learning_rate_unit == "relative":
+        RelativeRate(parts.model, optimizer)
     # The schedule is not prepared: one step an update, whatever the number of processes.
     lr_scheduler = get_scheduler(
         config.lr_scheduler,
@@ -218,6 +221,7 @@ def build(
     hooks: list[Hook] = [control, memory, *own_hooks]
     if config.decay_to_base:
         hooks.append(DecayToBase(optimizer, config.decay_to_base / total))
+    hooks.append(RelativeChange(parts.model, every=config.log_every, total=total))
     if recovery is not None:
         hooks.append(recovery)
 

@@ -186,6 +186,7 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     "optimizer!=AdamW": {
         "use_8bit_adam": "excludes optimizer {b_value}; set one of them",
         "gradient_control.spectral": NOT_ADAMW,
+        "learning_rate_unit=relative": NOT_ADAMW,
     },
     "AVERAGING": {"use_ema": "{optimizer} keeps an average of the weights itself; set one of them"},
     "AVERAGE_UNMEASURED": {
@@ -249,6 +250,7 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         LAYERWISE: NOT_REDUCED,
         "memory.loss_balance.name": NOT_REDUCED,
         "gradient_control.spectral": "takes a matrix whole, FSDP in shards; turn it off",
+        "learning_rate_unit=relative": f"measures a tensor whole, FSDP has shards; {DDP}",
     },
     # Stable Diffusion 3: a rectified flow, by a transformer
     "FLOW": {

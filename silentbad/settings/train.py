@@ -257,6 +257,10 @@ class TrainConfig(DataSettings):
 
     # Optimisation
     learning_rate: Annotated[float, Interval(gt=0, le=1000)] = flag(1e-4, "learning rate")
+    learning_rate_unit: Literal["absolute", "relative"] = ours(
+        "absolute",
+        "relative: RMS of a tensor's update over that of the tensor, or of the one under an adapter",
+    )
     scale_lr: bool = flag(False, "multiply it by the effective batch size")
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
