@@ -52,14 +52,14 @@ def new_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
     )
 
 
-def new_unet() -> UNet2DConditionModel:
+def new_unet(widths: tuple[int, int] = (64, 160)) -> UNet2DConditionModel:
     """Two resolutions, 8x8 and 4x4, both with self- and cross-attention."""
     return UNet2DConditionModel(
         sample_size=8,
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
         layers_per_block=1,
-        block_out_channels=(64, 160),
+        block_out_channels=widths,
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=TEXT_WIDTH,
