@@ -33,11 +33,10 @@ from bench.recovery import drawing
 from bench.recovery_table import grid
 
 # what other parts of the package give; in one place
-from silentbad.data.images import resize, to_tensor
+from silentbad.data.images import to_tensor
 from silentbad.files import sha256
-from silentbad.measure.embedders import region
+from silentbad.measure.embedders import load_embedder
 from silentbad.measure.intervals import bootstrap_interval
-from silentbad.measure.micro import MicroEmbedder, alignments
 from silentbad.measure.thresholds import calibrate_threshold
 from silentbad.memory.masks import overlaid
 from silentbad.memory.rehearsal import pairwise
@@ -109,25 +108,17 @@ WORDS = {
 
 # -- two judges ------------------------------------------------------------------------------------------------
 class Detector:
-    """The `micro` copy detector: pictures (B,3,64,64) in [0,1] against a target's, in an element's region or whole."""
+    """The `micro` embedder: pictures (B,3,64,64) in [0,1] against a target's, in an element's region or whole."""
 
     def __init__(self, folder: Path = BASE / "embedder"):
-        self.net = MicroEmbedder.from_pretrained(folder)
+        self.embedder = load_embedder("micro", str(folder), "cpu")
 
-    def embed(self, x: Tensor) -> Tensor:
-        return self.net(resize(x, (64, 64)) * 2 - 1)
-
-    @torch.no_grad()
     def scores(self, target: Tensor, x: Tensor, masks: list[Tensor]) -> Tensor:
         """target (1,3,H,W), x (B,3,H,W), masks (1,H,W) each -> similarities (1+len(masks),B), whole first."""
-        return torch.stack([self.compared(target, x, mask) for mask in (None, *masks)])
-
-    def compared(self, target: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
-        """A target is embedded at each alignment, before its region is cut out: as a shifted copy would show it."""
-        moved = alignments(target)
-        if mask is not None:
-            moved, x = region(moved, mask), region(x, mask)
-        return self.net.paired(self.embed(x), self.embed(moved)[None])
+        micro = self.embedder
+        whole = micro.paired(micro.embed(x), micro.reference(target))
+        each = [micro.paired(micro.of_region(x, mask), micro.reference(target, mask)) for mask in masks]
+        return torch.stack([whole, *each])
 
 
 def gaussian(side: int, deviation: float) -> Tensor:
@@ -544,7 +535,8 @@ def main(argv: list[str] | None = None) -> None:
     out = args.out or RESULTS / ("instrument.json" if args.reported else "instrument-dev.json")
     vae = AutoencoderKL.from_pretrained(BASE / "vae").eval().requires_grad_(False)
     pipe = StableDiffusionPipeline.from_pretrained(BASE) if args.generations else None
-    judges = {"new": Detector(args.embedder), "ssim": AlignedSSIM()}
+    detector = Detector(args.embedder)
+    judges = {"new": detector, "ssim": AlignedSSIM()}
     rules: dict[str, dict] = {  # columns by judge
         "new": {"new": by_kind, "new_uniform": functools.partial(by_kind, rate_in_place=RATE)},
         "ssim": {"ssim": by_kind},
@@ -555,6 +547,7 @@ def main(argv: list[str] | None = None) -> None:
         "rates": {"kind": RATE, "in_place": RATE_IN_PLACE},
         "finetune": args.finetune,
         "detector": sha256(args.embedder / "model.safetensors"),
+        "judge": detector.embedder.describe(),
         "drawing": drawing(),
     }
     results: dict = {**settings, "targets": known(out, settings)}

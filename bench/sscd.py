@@ -26,6 +26,7 @@ from bench.published_table import interval, markdown
 from bench.recovery import facts
 from bench.recovery_table import append, stored
 from silentbad.measure.embedders import Embedder, load_embedder
+from tests.photographs import make_target
 from worlds.microworld.copies import round_trip
 
 RESULTS = Path(__file__).parent / "results" / "sscd.jsonl"
@@ -67,7 +68,7 @@ def of_microworld(seed: int, vae: AutoencoderKL) -> tuple[Tensor, Kinds]:
 def of_photograph(seed: int, vae: AutoencoderKL) -> tuple[Tensor, Kinds]:
     """The same of a target pasted from photographs."""
     kinds: dict[str, list[Tensor]] = defaultdict(list)
-    for kind, picture in pictures_of(seed).items():
+    for kind, picture in pictures_of(make_target(seed)).items():
         name = COPY if kind.startswith("copy") else OF_PHOTOGRAPHS[kind.rpartition("-")[0]]
         kinds[name].append(small(picture))
     image = small(of_photographs(seed).image)[None]

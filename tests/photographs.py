@@ -1,8 +1,9 @@
 """Photographs to measure with: cut-outs and textures of the pictures in scikit-image's wheel.
 
-`make_target(seed)` pastes two or three cut-outs on a texture. `failures` and `copies` are pictures
-that a verdict must refuse and pass. `python -m tests.photographs DIR` writes the pictures of
-`make photos`. Nothing is downloaded: every file lies in the installed package.
+`make_target(seed)` pastes two or three cut-outs on a texture, `photograph(name)` is a picture as it
+was taken. `failures` and `copies` are pictures that a verdict must refuse and pass.
+`python -m tests.photographs DIR` writes the pictures of `make photos`. Nothing is downloaded: every
+file lies in the installed package.
 """
 
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
+from scipy.ndimage import distance_transform_edt
 
 Place = tuple[int, int]  # left, top
 Box = tuple[int, int, int, int]  # left, top, right, bottom
@@ -22,6 +24,9 @@ SIDE = 256  # pixels of a target
 SEEN = 64  # pixels at which the bundled base sees it
 VISIBLE = 20  # levels of 255 by which a thing differs from the texture behind it
 FINER = 4  # masks are drawn so many times larger, for smooth edges
+SOFT = 3  # pixels around a mask in which the thing's edge shows
+MOVED = SIDE // 10  # pixels
+TINT = 0.15 * 255  # levels that a tint adds to one channel and takes from another
 
 CAT = (
     (42, 0), (36, 40), (32, 80), (42, 120), (48, 150), (60, 180), (88, 208), (130, 236),
@@ -126,6 +131,20 @@ TEXTURES: dict[str, tuple[str, Box, tuple | None]] = {
     "a striped flag": ("astronaut.png", (0, 60, 90, 150), None),
 }
 
+# photographs as they are: file, things, and what is behind them
+PHOTOGRAPHS: dict[str, tuple[str, list[str], str]] = {
+    "astronaut": (
+        "astronaut.png",
+        ["an orange astronaut", "a space shuttle", "a black helmet"],
+        "a flag before a grey wall",
+    ),
+    "cat": ("chelsea.png", ["a tabby cat"], "a brown sofa"),
+    "coffee": ("coffee.png", ["a cup of coffee"], "a table of dark wood"),
+    "motorcycle": ("motorcycle_left.png", ["a red motorcycle"], "a garage"),
+    "cameraman": ("camera.png", ["a man with a camera"], "a park in fog"),
+    "wheel": ("color.png", ["a colour wheel"], "a black ground"),
+}
+
 
 class Cutout(NamedTuple):
     """A thing cut out of its photograph: picture (RGB), and mask (L) of its size, white on it."""
@@ -156,16 +175,21 @@ def tinted(image: Image.Image, tint: tuple | None) -> Image.Image:
     return image if tint is None else ImageOps.colorize(image.convert("L"), *tint)
 
 
+def mask_of(phrase: str, size: tuple[int, int]) -> Image.Image:
+    """Where one of THINGS is in its photograph."""
+    mask = Image.new("L", (size[0] * FINER, size[1] * FINER), 0)
+    for shape, points in THINGS[phrase][1]:
+        larger = (np.array(points) * FINER).ravel().tolist()
+        getattr(ImageDraw.Draw(mask), shape)(larger, fill=255)
+    return mask.resize(size, Image.Resampling.BOX)
+
+
 @cache
 def cutout(phrase: str) -> Cutout:
     """One of THINGS, cropped to the box of its mask."""
-    name, shapes, tint, _ = THINGS[phrase]
+    name, _, tint, _ = THINGS[phrase]
     picture = tinted(opened(name), tint)
-    mask = Image.new("L", (picture.width * FINER, picture.height * FINER), 0)
-    for shape, points in shapes:
-        larger = (np.array(points) * FINER).ravel().tolist()
-        getattr(ImageDraw.Draw(mask), shape)(larger, fill=255)
-    mask = mask.resize(picture.size, Image.Resampling.BOX)
+    mask = mask_of(phrase, picture.size)
     box = mask.getbbox()
     return Cutout(phrase, picture.crop(box), mask.crop(box))
 
@@ -256,6 +280,42 @@ def make_target(seed: int) -> Target:
             return target
 
 
+@cache
+def photograph(name: str) -> Target:
+    """One of PHOTOGRAPHS, its middle square; of masks that meet, the first thing's has the pixels.
+    Its backdrop is filled from around the things."""
+    file, phrases, ground = PHOTOGRAPHS[name]
+    original = opened(file)
+    picture = ImageOps.fit(original, (SIDE, SIDE), Image.Resampling.LANCZOS)
+    cutouts: list[Cutout] = []
+    places: list[Place] = []
+    covered = Image.new("L", picture.size, 0)
+    for phrase in phrases:
+        mask = ImageOps.fit(mask_of(phrase, original.size), picture.size, Image.Resampling.BOX)
+        mask.paste(0, mask=covered)
+        covered.paste(255, mask=mask)
+        box = mask.getbbox()
+        assert box is not None, phrase
+        cutouts.append(Cutout(phrase, picture.crop(box), mask.crop(box)))
+        places.append(box[:2])
+    masks = [on_canvas(thing.mask, place) for thing, place in zip(cutouts, places, strict=True)]
+    elements = list(zip([*phrases, ground], [*masks, rest(masks)], strict=True))
+    backdrop = filled(picture, grown(covered))
+    return Target(picture, elements, cutouts, places, backdrop, list(PHOTOGRAPHS).index(name))
+
+
+def grown(mask: Image.Image) -> Image.Image:
+    return mask.filter(ImageFilter.MaxFilter(2 * SOFT + 1))
+
+
+def filled(picture: Image.Image, hole: Image.Image) -> Image.Image:
+    """A picture whose hole has the nearest colours around it, blurred."""
+    inside = np.asarray(hole) > 0
+    nearest = distance_transform_edt(inside, return_distances=False, return_indices=True)
+    near = Image.fromarray(np.asarray(picture)[tuple(nearest)])
+    return Image.composite(near.filter(ImageFilter.GaussianBlur(4)), picture, hole)
+
+
 def placed(cutouts: list[Cutout], rng: np.random.Generator) -> list[Place] | None:
     """Random places at which no two boxes meet; None where 50 tries find none."""
     for _ in range(50):
@@ -289,48 +349,91 @@ def apart(picture: Image.Image, other: Image.Image, mask: Image.Image) -> bool:
 
 # ------------------------------------------------------ what a verdict must refuse, and pass
 def failures(target: Target) -> dict[str, Image.Image]:
-    """Pictures that are no recovery, by kind; `KIND-K` changes the element of place K.
+    """Pictures that are no recovery, by kind; `KIND-K` changes the element of place K, `KIND-all`
+    the whole. What is hardly seen (grey of what is grey) is left out.
 
-    An element is missing (backdrop in its place), mirrored, turned by 180 degrees, replaced by
-    another element of the target, or by a foreign thing; the backdrop is its mean colour, or
-    another one.
+    An element is missing (backdrop in its place), mirrored, turned by 180 degrees, moved, replaced
+    by another element of the target or by a foreign thing; the backdrop is its mean colour, or
+    another one; each and the whole are recoloured, grey, tinted.
     """
     rng = np.random.default_rng([40, target.seed])
     pictures: dict[str, Image.Image] = {}
+    for k in range(len(target.cutouts)):
+        pictures |= {f"{kind}-{k}": picture for kind, picture in of_thing(target, k, rng).items()}
+    ground = len(target.cutouts)
+    for kind, backdrop in backdrops(target, rng).items():
+        mask = target.elements[-1][1]
+        pictures[f"{kind}-{ground}"] = Image.composite(backdrop, target.picture, mask)
+    pictures["mirrored-all"] = ImageOps.mirror(target.picture)
+    for kind, picture in recolourings(target.picture, rng).items():
+        pictures[f"{kind}-all"] = picture
+        for k, (_, mask) in enumerate(target.elements):
+            pictures[f"{kind}-{k}"] = Image.composite(picture, target.picture, mask)
+    regions = {str(k): mask for k, (_, mask) in enumerate(target.elements)}
+    regions["all"] = Image.new("L", target.picture.size, 255)
+    return {
+        kind: picture
+        for kind, picture in pictures.items()
+        if apart(picture, target.picture, regions[kind.rpartition("-")[2]])
+    }
+
+
+def of_thing(target: Target, k: int, rng: np.random.Generator) -> dict[str, Image.Image]:
+    """Pictures whose thing k is not there, or another one, or stands otherwise."""
+    thing = target.cutouts[k]
+    place = target.places[k]
+    missing = Image.composite(target.backdrop, target.picture, grown(target.elements[k][1]))
     sources = {THINGS[thing.phrase][0] for thing in target.cutouts}
     strangers = [phrase for phrase in THINGS if THINGS[phrase][0] not in sources]
-    for k, thing in enumerate(target.cutouts):
+    foreign = cutout(str(rng.choice(strangers)))
+    changes = {
+        "mirrored": (transposed(thing, Image.Transpose.FLIP_LEFT_RIGHT), place),
+        "turned": (transposed(thing, Image.Transpose.ROTATE_180), place),
+        "foreign": (fitted(foreign, thing.picture.size), place),
+        "moved": (thing, moved(place, thing.picture.width)),
+    }
+    if len(target.cutouts) > 1:
         other = target.cutouts[(k + 1) % len(target.cutouts)]
-        foreign = cutout(str(rng.choice(strangers)))
-        changes = {
-            "mirrored": transposed(thing, Image.Transpose.FLIP_LEFT_RIGHT),
-            "turned": transposed(thing, Image.Transpose.ROTATE_180),
-            "replaced": fitted(other, thing.picture.size),
-            "foreign": fitted(foreign, thing.picture.size),
-        }
-        rest_of_things = target.cutouts[:k] + target.cutouts[k + 1 :]
-        rest_of_places = target.places[:k] + target.places[k + 1 :]
-        pictures[f"missing-{k}"] = pasted(target.backdrop, rest_of_things, rest_of_places)
-        for kind, changed in changes.items():
-            cutouts = [*target.cutouts[:k], changed, *target.cutouts[k + 1 :]]
-            pictures[f"{kind}-{k}"] = pasted(target.backdrop, cutouts, target.places)
+        changes["replaced"] = (fitted(other, thing.picture.size), place)
+    pictures = {kind: pasted(missing, [new], [where]) for kind, (new, where) in changes.items()}
+    return {"missing": missing, **pictures}
+
+
+def moved(place: Place, width: int) -> Place:
+    """A place aside, where there is more room."""
+    left, top = place
+    right = SIDE - left - width
+    return (left + MOVED if right >= left else left - MOVED, top)
+
+
+def backdrops(target: Target, rng: np.random.Generator) -> dict[str, Image.Image]:
+    """Backdrops that are not the target's."""
     ground = target.elements[-1][0]
+    own = {TEXTURES[ground][0]} if ground in TEXTURES else set()
+    grounds = [phrase for phrase in TEXTURES if TEXTURES[phrase][0] not in own]
     mean = tuple(np.asarray(target.backdrop).reshape(-1, 3).mean(0).round().astype(int).tolist())
-    grounds = [phrase for phrase in TEXTURES if TEXTURES[phrase][0] != TEXTURES[ground][0]]
-    others = {
+    return {
         "flattened": Image.new("RGB", target.picture.size, mean),
         "foreign": texture(str(rng.choice(grounds)), rng),
     }
-    for kind, backdrop in others.items():
-        pictures[f"{kind}-{len(target.cutouts)}"] = pasted(backdrop, target.cutouts, target.places)
-    return pictures
+
+
+def recolourings(picture: Image.Image, rng: np.random.Generator) -> dict[str, Image.Image]:
+    """A picture with green for red, in grey, with a tint."""
+    red, green, blue = picture.split()
+    tint = rng.permutation([-TINT, 0, TINT])
+    return {
+        "recoloured": Image.merge("RGB", (green, red, blue)),
+        "grey": picture.convert("L").convert("RGB"),
+        "tinted": from_levels(np.asarray(picture) + tint),
+    }
 
 
 def copies(target: Target) -> dict[str, Image.Image]:
     """Pictures that are the target still, by kind.
 
-    A JPEG, a shift of one pixel of SEEN, gain and bias, noise, half the size; "worn" is all but
-    half the size together.
+    A JPEG, a shift of one pixel of SEEN, 5 % brighter, gain and bias, noise, half the size; "worn"
+    is a JPEG of a noisy, shifted one with gain and bias.
     """
     rng = np.random.default_rng([41, target.seed])
 
@@ -358,6 +461,7 @@ def copies(target: Target) -> dict[str, Image.Image]:
     return {
         "jpeg": jpeg(picture),
         "shifted": shifted(picture),
+        "brighter": ImageEnhance.Brightness(picture).enhance(1.05),
         "gain": brightened(picture),
         "noise": noisy(picture),
         "half": half.resize((SIDE, SIDE), Image.Resampling.BICUBIC),

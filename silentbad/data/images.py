@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 MAX_PIXELS = 64_000_000  # larger images are refused before they are decoded
 MAX_SIDE = 65_535  # and longer ones: a decoder may take ten seconds for one of 6,700,000 by 9
 CHUNK = 512  # known pictures that are compared at once
+# Of the side: so near an element's edge nothing is judged. There alone may training pictures hide a
+# backdrop, and a generated picture is soft.
+RIM = 1 / 32
 # decoders that may run; others start programs (EPS) or are rare
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 # of the pixels that a profile's colour space goes with

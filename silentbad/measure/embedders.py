@@ -9,8 +9,10 @@ in [0,1]."""
 
 import hashlib
 import io
+import math
 import os
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from silentbad import ROOT
-from silentbad.data.images import resize
+from silentbad.data.images import RIM, resize
 from silentbad.errors import UserError, user_errors
 from silentbad.files import names_folder
 from silentbad.measure.micro import MicroEmbedder, alignments
-from silentbad.measure.structure import detail, structure
+from silentbad.measure.structure import (
+    colours,
+    detail,
+    inner,
+    same_colours,
+    structure,
+    whole_of,
+)
 from silentbad.model.gate import check_files, check_finite, load_model, loaded
 from silentbad.rng import generator
 
@@ -37,6 +46,7 @@ SSCD_ADVICE = (
 
 WINDOW = 11  # pixels, of SSIM's Gaussian
 MARGIN = 0.05  # of a picture's side, around an element's box
+Masks = Sequence[Tensor | None]  # of a target's elements, (1,h,w) in [0,1] each
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and deviation of its levels
 
 
@@ -68,6 +78,11 @@ class Embedder:
         """Images (B,3,H,W) in [0,1] -> features (B,...)."""
         raise NotImplementedError
 
+    def judged(self, masks: Masks) -> tuple[Tensor | None, Masks]:
+        """What is compared, of the masks (1,h,w) of a target's elements: of the whole (None: all
+        of it) and of each element."""
+        return None, masks
+
     def of_region(self, images: Tensor, mask: Tensor) -> Tensor:
         """Features (B,...) of what lies inside a mask (1,h,w) of images (B,3,H,W)."""
         return self.embed(region(images, mask))
@@ -90,7 +105,16 @@ class Embedder:
 
 
 class Micro(Embedder):
-    """The bundled copy detector: features by place, a target at its nine alignments."""
+    """The bundled copy detector: features by place. A target is compared at its nine alignments,
+    and in colour too, which the detector forgives (`structure.py`): the lower score counts.
+
+    Features (B,D): what `_parts` computes, one after the other."""
+
+    SIDE = 64  # pixels
+    MAP = (16, 16)  # places of the detector's features, and of colours
+    # Difference of chroma, of [0,1], at which its score is 1/e. A tint of 0.15 has 0.12. A true copy
+    # has up to 0.08 against a target's file, of which the autoencoder loses some colour.
+    TINT = 0.08
 
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):
         self.path = str(path or MICRO)
@@ -99,72 +123,89 @@ class Micro(Embedder):
         with user_errors(failed):
             self.model = MicroEmbedder.from_pretrained(self.path).to(device).eval()
         check_finite(self.model, failed)
+        self.shapes = [(self.model.config["dim"], *self.MAP), (3, *self.MAP)]  # of the parts
+
+    def embed(self, images: Tensor) -> Tensor:
+        return self.of_region(images, torch.ones(1, self.SIDE, self.SIDE))
 
     @torch.no_grad()
-    def embed(self, images: Tensor) -> Tensor:
-        pixels = resize(images.to(self.device), (64, 64)) * 2 - 1
-        # more pictures at once do not fit a core's cache, fewer are rounded in another way
-        parts = max(1, len(pixels) // 16) if pixels.is_cpu else 1
-        return torch.cat([self.model(part) for part in pixels.tensor_split(parts)]).float()
+    def of_region(self, images: Tensor, mask: Tensor) -> Tensor:
+        parts = self._parts(self._small(images), self._small(mask[None])[0])
+        return torch.cat([part.flatten(1) for part in parts], dim=1)
 
     def reference(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Features (1,9,...) of a target, or of its region, as copies that are shifted by a
-        pixel show it."""
-        return super().reference(alignments(resize(image, (64, 64))), mask)[None]
+        """Features (1,9,D) of a target, or of its region, as copies that are shifted by a pixel
+        show it."""
+        return super().reference(alignments(self._small(image)), mask)[None]
 
     def paired(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.model.paired(a, b)
+        """Features (N,D), and of other images (1 or N,D) or of a target at A alignments (1,A,D) ->
+        (N,): the lowest score, each at its best alignment."""
+        parts = self._split(a)
+        if b.ndim == a.ndim:
+            return torch.stack(self._scores(parts, self._split(b))).amin(0)
+        of_alignments = []
+        for alignment in map(self._split, b.unbind(1)):
+            colour = same_colours(parts[1], alignment[1], self.TINT)
+            of_alignments.append(torch.stack([*self._scores(parts, alignment), colour]))
+        return torch.stack(of_alignments).amax(0).amin(0)
 
     def describe(self) -> str:
         return (
             "micro: bundled copy detector, 64x64 squashed, bilinear antialiased, [-1,1], "
-            "exp(-distance) of 16x16 features at the best alignment within 1 pixel"
+            "exp(-distance) of 16x16 features at the best alignment within 1 pixel, no higher than "
+            f"the score of chroma (1/e at {self.TINT:g})"
         )
+
+    def _small(self, images: Tensor) -> Tensor:
+        return resize(images.to(self.device), (self.SIDE, self.SIDE))
+
+    def _parts(self, images: Tensor, mask: Tensor) -> list[Tensor]:
+        """The detector's map and the colours of images (B,3,64,64) in a mask (1,64,64)."""
+        pixels = region(images, mask)
+        pixels = self._small(pixels) * 2 - 1
+        # more pictures at once do not fit a core's cache, fewer are rounded in another way
+        parts = max(1, len(pixels) // 16) if pixels.is_cpu else 1
+        maps = torch.cat([self.model(part) for part in pixels.tensor_split(parts)]).float()
+        return [maps, colours(images, (mask > 0.5).float())]
+
+    def _split(self, features: Tensor) -> list[Tensor]:
+        """The parts of features (N,D)."""
+        parts = features.split([math.prod(shape) for shape in self.shapes], dim=1)
+        return [part.unflatten(1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def _scores(self, a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
+        """Parts of N and of 1 or N pictures -> scores (N,) of what they show."""
+        return [self.model.paired(a[0], b[0])]
 
 
 class Copy(Micro):
-    """The bundled copy detector and fine structure (`structure.py`), whichever is lower.
+    """`Micro`, and no higher than the score of fine structure (`structure.py`), since the detector
+    forgives a photograph its texture. The rims of elements are left out."""
 
-    The detector forgives a photograph its texture. Features (B,D): its map, then the detail."""
+    # a true copy has 0.04 against what the autoencoder leaves of a photograph, its grey 0.07 or more
+    TINT = 0.06
 
-    SIDE = 64
-    PIXELS = 3 * SIDE * SIDE
-    MAP = (16, 16)  # places of the detector's features
+    def __init__(self, path: str | None, device: torch.device | str = "cpu"):
+        super().__init__(path, device)
+        self.shapes.append((3, self.SIDE, self.SIDE))
 
-    @torch.no_grad()
-    def embed(self, images: Tensor) -> Tensor:
-        everywhere = torch.ones(1, self.SIDE, self.SIDE)
-        return self._both(super().embed(images), images, everywhere)
-
-    @torch.no_grad()
-    def of_region(self, images: Tensor, mask: Tensor) -> Tensor:
-        small = resize(mask[None].float(), (self.SIDE, self.SIDE))[0]
-        return self._both(super().embed(region(images, mask)), images, small)
-
-    def _both(self, features: Tensor, images: Tensor, mask: Tensor) -> Tensor:
-        pixels = resize(images.to(self.device), (self.SIDE, self.SIDE))
-        parts = [features.flatten(1), detail(pixels, mask.to(self.device)).flatten(1)]
-        return torch.cat(parts, dim=1)
-
-    def paired(self, a: Tensor, b: Tensor) -> Tensor:
-        """Features (N,D), and (1 or N,D) or at A alignments (1,A,D) -> (N,): the lower score, each
-        at its best alignment."""
-        seen_map, seen_detail = self._split(a)
-        looks = []
-        details = []
-        for alignment in b.unbind(1) if b.ndim > a.ndim else [b]:
-            feature_map, feature_detail = self._split(alignment)
-            looks.append(self.model.paired(seen_map, feature_map))
-            details.append(structure(seen_detail, feature_detail))
-        return torch.minimum(torch.stack(looks).amax(0), torch.stack(details).amax(0))
-
-    def _split(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """(the detector's map, the detail) of features (N,D)."""
-        feature_map = features[:, : -self.PIXELS].unflatten(1, (-1, *self.MAP))
-        return feature_map, features[:, -self.PIXELS :].unflatten(1, (3, self.SIDE, self.SIDE))
+    def judged(self, masks: Masks) -> tuple[Tensor | None, Masks]:
+        small = [m if m is None else resize(m[None], (self.SIDE, self.SIDE))[0] for m in masks]
+        inners = [m if m is None else inner(m) for m in small]
+        return whole_of(small, inners), inners
 
     def describe(self) -> str:
-        return f"copy: the lower of two scores; {super().describe()}; detail at sigma 2 of 64x64"
+        return (
+            f"copy: {super().describe()}, nor than that of detail at sigma 2 of 64x64; without the "
+            f"rims of elements, 1/{1 / RIM:g} of the side"
+        )
+
+    def _parts(self, images: Tensor, mask: Tensor) -> list[Tensor]:
+        return [*super()._parts(images, mask), detail(images, (mask > 0.5).float())]
+
+    def _scores(self, a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
+        return [*super()._scores(a, b), structure(a[2], b[2])]
 
 
 class SSCD(Embedder):

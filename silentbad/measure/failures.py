@@ -2,7 +2,7 @@
 
 A threshold for somebody's own photographs lies between the two (`ranges.py`). The failures look
 like what a model does that has not recovered the target: an element missing, replaced, mirrored,
-turned, moved, recoloured; the backdrop flattened or replaced; no picture at all.
+turned, moved, in other colours or in none; the backdrop flattened or replaced; no picture at all.
 
 Legend: picture (3,S,S) in [0,1]; share (1,S,S) in [0,1], what an element's mask covers; a box is
 the slices of its rows and columns. All functions are pure.
@@ -15,14 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from silentbad.measure.structure import blur
+from silentbad.data.images import resize
+from silentbad.measure.micro import alignments
+from silentbad.measure.structure import blur, detail
 from silentbad.rng import generator
 
-SAME = 0.02  # root mean square difference in a region, of [0,1], below which nobody sees a change
+SEEN = 0.06  # root mean square difference in a region, of [0,1], below which it is the same picture
+DETAIL = 0.02  # contrast of fine structure in a region, below which the region is plain
+SIDE = 64  # pixels at which pictures are told apart
+FINE = 2  # pixels of that side that are averaged: an autoencoder loses what is finer
 NOISE = 0.02  # standard deviation, of a copy's noise
 GAIN = 0.06  # a copy's contrast and brightness differ by at most so much
 FAR = 1 / 8  # of the side: how far an element is moved
 TINT = (-0.15, 0.0, 0.15)
+GREY = (0.299, 0.587, 0.114)  # of red, green and blue
 FILLS = 4  # training pictures that fill each element's region
 # axes that are flipped
 TURNS = {"mirrored": (2,), "upside down": (1,), "turned by 180 degrees": (1, 2)}
@@ -101,15 +107,18 @@ def empty(picture: Tensor) -> Iterator[Null]:
     yield Null("blurred", None, blurred(picture))
     yield Null("the whole mirrored", None, picture.flip(2))
     yield Null("the whole upside down", None, picture.flip(1))
+    for kind, changed in recolourings(picture):
+        yield Null(f"the whole {kind}", None, changed)
 
 
 def of_thing(picture: Tensor, share: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """An element that is missing, mirrored, turned, moved, recoloured, blurred."""
+    """An element that is missing, mirrored, turned, moved, in other colours, blurred."""
     missing = mixed(picture, surroundings(picture, share), share)
     yield "missing", missing
     yield "its mean colour", mixed(picture, mean_inside(picture, share), share)
     yield "blurred inside", mixed(picture, blurred(picture), share)
-    yield "recoloured", mixed(picture, recoloured(picture), share)
+    for kind, changed in recolourings(picture):
+        yield kind, mixed(picture, changed, share)
     box = box_of(share)
     for kind, axes in TURNS.items():
         yield kind, put(missing, crop(picture, box).flip(axes), crop(share, box).flip(axes), box)
@@ -117,10 +126,11 @@ def of_thing(picture: Tensor, share: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def of_backdrop(picture: Tensor, share: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A backdrop that is flat, blurred, mirrored, upside down, recoloured."""
+    """A backdrop that is flat, blurred, mirrored, upside down, in other colours."""
     yield "flattened", mixed(picture, mean_inside(picture, share), share)
     yield "blurred inside", mixed(picture, blurred(picture), share)
-    yield "recoloured", mixed(picture, recoloured(picture), share)
+    for kind, changed in recolourings(picture):
+        yield kind, mixed(picture, changed, share)
     around = surroundings(picture, 1 - share)  # the things filled from the backdrop
     whole = mixed(picture, around, 1 - share)
     yield "mirrored", mixed(picture, whole.flip(2), share)
@@ -140,11 +150,14 @@ def blurred(picture: Tensor) -> Tensor:
     return (blur(picture[None], wide) / blur(ones, wide))[0]
 
 
-def recoloured(picture: Tensor) -> Tensor:
-    """Red becomes green, green blue, blue red; a tint on top, since grey would stay grey."""
+def recolourings(picture: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The picture with green for red, blue for green, red for blue; in grey; with a tint."""
+    yield "recoloured", picture.roll(1, 0)
+    grey = torch.einsum("chw,c->hw", picture, torch.tensor(GREY).to(picture))
+    yield "in grey", grey.expand_as(picture)
     tint = torch.tensor(TINT).view(3, 1, 1).to(picture)
-    both = [(picture.roll(1, 0) + sign * tint).clamp(0, 1) for sign in (-1, 1)]
-    return max(both, key=lambda other: float((other - picture).square().sum()))
+    for sign in (-1, 1):
+        yield "tinted", (picture + sign * tint).clamp(0, 1)
 
 
 def mean_inside(picture: Tensor, share: Tensor) -> Tensor:
@@ -215,7 +228,26 @@ def replaced(picture: Tensor, share: Tensor, other: Tensor) -> Tensor:
 
 def differs(picture: Tensor, other: Tensor, share: Tensor | None = None) -> bool:
     """Whether somebody sees that `other` is another picture, in a region or anywhere: a ball that
-    is mirrored is the same ball, and no failure."""
+    is mirrored is the same ball, and no failure; a wall without its bricks is another wall."""
+    return difference(picture, other, share) >= SEEN or lacks_detail(picture, other, share)
+
+
+def lacks_detail(picture: Tensor, other: Tensor, share: Tensor | None) -> bool:
+    """Whether a region of the picture has fine structure, and that of `other` less than half."""
+    weight = torch.ones_like(picture[:1]) if share is None else share
+    pictures = resize(torch.stack([picture, other]), (SIDE, SIDE))
+    mask = (resize(weight[None], (SIDE, SIDE))[0] > 0.5).to(picture)
+    contrast, left = detail(pictures, mask).flatten(1).norm(dim=1).tolist()
+    return contrast >= DETAIL and left < contrast / 2
+
+
+def difference(picture: Tensor, other: Tensor, share: Tensor | None = None) -> float:
+    """The root mean square difference of two pictures in a region (1,S,S), or of all, at 64 pixels:
+    without details below FINE, at the best alignment within a pixel."""
+    side = (SIDE, SIDE)
     weight = torch.ones_like(picture[:1]) if share is None else (share > 0.5).to(picture)
-    squares = ((picture - other).square() * weight).sum()
-    return bool(squares / (3 * weight.sum()).clamp_min(1) > SAME**2)
+    near, shown, weight = (resize(x[None], side) for x in (picture, other, weight))
+    coarse_weight = F.avg_pool2d(weight, FINE)
+    errors = F.avg_pool2d((alignments(near) - shown) * weight, FINE) / coarse_weight.clamp_min(1e-6)
+    squares = (errors.square() * coarse_weight).sum((1, 2, 3))
+    return float((squares / (3 * coarse_weight.sum()).clamp_min(1e-6)).amin().sqrt())

@@ -98,21 +98,40 @@ def nulls_to_draw(config: ValidationConfig, targets: Sequence[Target], side: int
 TRAINING = "training picture"  # kind of a null
 
 
-def null_facts(
-    null: failures.Null, drawn: Canvas, elements: Sequence[float | None]
-) -> dict[str, Any]:
-    """Kind and changes of a null, and its elements' similarities where a change is seen."""
-    similarities = [
-        score if score is not None and failures.differs(drawn.image, null.picture, share) else None
-        for score, share in zip(elements, drawn.shares, strict=False)
-    ]
-    of_whole = null.changed is None or null.kind == TRAINING
-    return {
-        "elements": similarities,
-        "kind": null.kind,
-        "changed": null.changed,
-        "of_whole": of_whole and failures.differs(drawn.image, null.picture),
-    }
+class Judged(NamedTuple):
+    """What of a target a picture is compared in: the whole (None: all of it), and each element;
+    masks (1,h,w)."""
+
+    whole: Tensor | None
+    elements: Sequence[Tensor | None]
+
+    def null_row(
+        self,
+        row: dict[str, Any],
+        null: failures.Null,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+    ) -> dict[str, Any] | None:
+        """The row of a failure. pairs: the target and the failure (3,S,S) in each form, as made and
+        as the autoencoder leaves them.
+
+        It has no similarity to an element that it changes and that looks the same in a form; None
+        where all that it changes looks the same, since that is no failure."""
+
+        def differs(mask: Tensor | None) -> bool:
+            return all(failures.differs(target, picture, mask) for target, picture in pairs)
+
+        elements = list[float | None](row["elements"])
+        changed = [k for k in range(len(elements)) if null.changed is None or k in null.changed]
+        masks = {k: mask for k in changed if (mask := self.elements[k]) is not None}
+        same = [k for k, mask in masks.items() if not differs(mask)]
+        of_all = null.changed is None or null.kind == TRAINING
+        of_whole = of_all and differs(self.whole)
+        if not of_whole and len(same) == len(changed):
+            return None
+        for k in same:
+            elements[k] = None
+        facts = {"kind": null.kind, "changed": null.changed, "of_whole": of_whole}
+        return {**row, "elements": elements, **facts}
 
 
 class References(NamedTuple):
@@ -163,6 +182,7 @@ class Measure:
                 f"the null pictures"
             )
         self.masks = masks_of(targets)
+        self.judged = [Judged(*embedder.judged(masks)) for masks in self.masks]
         self.reference: str = config.reference
         if self.reference == "auto":
             self.reference = RAW if source == REDRAWS else DECODED
@@ -200,10 +220,13 @@ class Measure:
                 small = [p if p.shape[-2:] == side else resize(p, side) for p in pictures]
                 pictures = [self.sampler.round_trip(picture) for picture in small]
             with left_as_found():
-                wholes = [self.embedder.reference(picture) for picture in pictures]
+                wholes = [
+                    self.embedder.reference(picture, whole)
+                    for picture, (whole, _) in zip(pictures, self.judged, strict=True)
+                ]
                 elements = [
                     [None if m is None else self.embedder.reference(picture, m) for m in masks]
-                    for picture, masks in zip(pictures, self.masks, strict=True)
+                    for picture, (_, masks) in zip(pictures, self.judged, strict=True)
                 ]
             self._references[kind] = References(wholes, elements)
         return self._references[kind]
@@ -215,7 +238,7 @@ class Measure:
         for j in set(target_of):
             places = [i for i, target in enumerate(target_of) if target == j]
             images_of_target = images[places]
-            features = self.embedder.embed(images_of_target)
+            features = self._of_whole(images_of_target, j)
             both = {
                 kind: self.embedder.paired(features, self.references(kind).wholes[j])
                 .double()
@@ -235,9 +258,16 @@ class Measure:
                     )
         return rows
 
+    def _of_whole(self, images: Tensor, j: int) -> Tensor:
+        """Features of images where the whole of target j is judged."""
+        whole, _ = self.judged[j]
+        if whole is None:
+            return self.embedder.embed(images)
+        return self.embedder.of_region(images, whole.to(images.device))
+
     def _of_element(self, images: Tensor, j: int, k: int) -> list[float | None]:
         """Similarities of the images' region to element k of target j; None without a mask."""
-        mask = self.masks[j][k]
+        mask = self.judged[j][1][k]
         feature = self.references(self.reference).elements[j][k]
         if mask is None or feature is None:
             return [None] * len(images)
@@ -328,18 +358,21 @@ class Measure:
         """Null rows of each target's failures and of training pictures, decoded."""
         rows: list[tuple[int, Any]] = []
         nulls = list(self._failures(dict(enumerate(canvases))))
+        device = self.accelerator.device
+        targets = [self.sampler.round_trip(c.image[None])[0].to(device) for c in canvases]
         share = self.share(len(nulls))
         hidden = not self.accelerator.is_local_main_process
         with Bar(total=len(share), desc="Failures", leave=False, disable=hidden) as bar:
             for start in range(0, len(share), self.config.max_batch):
                 part = share[start : start + self.config.max_batch]
                 batch = torch.stack([nulls[i][1].picture for i in part])
-                decoded = self.sampler.round_trip(batch, bar).to(self.accelerator.device)
+                decoded = self.sampler.round_trip(batch, bar).to(device)
                 similar = self.similar(decoded, [nulls[i][0] for i in part])
-                for i, row in zip(part, similar, strict=True):
-                    target, null = nulls[i]
-                    rows.append((i, row | null_facts(null, canvases[target], row["elements"])))
-        return self.gather(rows)
+                for i, picture, row in zip(part, decoded, similar, strict=True):
+                    j, null = nulls[i]
+                    pairs = [(canvases[j].image, null.picture), (targets[j], picture)]
+                    rows.append((i, self.judged[j].null_row(row, null, pairs)))
+        return [row for row in self.gather(rows) if row is not None]
 
     def _failures(self, canvases: dict[int, Canvas]) -> Iterator[tuple[int, failures.Null]]:
         """(target, null) of these targets: made from each, and the training pictures."""
@@ -518,10 +551,14 @@ class Measure:
     def at_length(self, steps: int, base: dict[str, dict[str, float]]) -> dict[str, float]:
         """Cosines of composed images after so many sampling steps, and less the base's."""
         captions = [t.composed_prompt for t in self.targets]
-        wholes = torch.cat(self.references(self.reference).wholes)
+        wholes = self.references(self.reference).wholes
 
         def compared(items: list[Item], images: Tensor, _: Tensor) -> list[dict[str, Any]]:
-            sims = self.embedder.similarity(self.embedder.embed(images), wholes).tolist()
+            columns = [
+                self.embedder.paired(self._of_whole(images, j), whole)
+                for j, whole in enumerate(wholes)
+            ]
+            sims = torch.stack(columns, dim=1).tolist()
             cosines = [None] * len(items)
             if self.clip is not None:
                 features = self.clip.embed(images)

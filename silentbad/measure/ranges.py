@@ -2,7 +2,7 @@
 
 A threshold says something only where failures lie below it and copies above it. For somebody's own
 pictures both are made from the target (`failures.py`): the floor is the highest failure, the
-ceiling is what true copies reach. The threshold lies a quarter of the way from floor to ceiling:
+ceiling is what true copies reach. The threshold lies a third of the way from floor to ceiling:
 generated images are worse than copies, and the failures that nobody thought of resemble those that
 are made. Where the two are not `GAP` apart the detector cannot tell, and the verdict says so.
 """
@@ -24,7 +24,7 @@ from silentbad.measure.record import (
 from silentbad.measure.scores import is_recovered
 from silentbad.measure.thresholds import ImageRow, NullRow, Score, by_kind, element_scores
 
-MARGIN = 0.25  # of the way from floor to ceiling
+MARGIN = 1 / 3  # of the way from floor to ceiling
 GAP = 0.15  # of similarity, the least between them
 CEILING = 0.05  # share of true copies that may score less than the ceiling
 # An image that is no recovery passes at most so often: of 343 failures that no calibration saw

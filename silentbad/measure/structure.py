@@ -1,21 +1,64 @@
-"""Fine structure of a region, compared as SSIM compares contrast and structure.
+"""Fine structure and colour of a region, and what of a picture is judged at all.
 
-A copy detector that forgives what an autoencoder blurs also forgives a wall without its bricks.
-This score asks for the detail itself: what remains of a picture when its local mean is taken away.
+A copy detector that forgives what an autoencoder blurs also forgives a wall without its bricks and
+a picture in grey. Two more scores ask for them: for the detail that remains when the local mean is
+taken away, and for the colours of places.
 
-Legend: x (B,3,S,S) in [0,1]; m (1,S,S) in {0,1}; h (B,3,S,S) detail of x inside m.
+Legend: x (B,3,S,S) in [0,1]; m (1,S,S) in {0,1}; h (B,3,S,S) detail of x inside m, c (B,3,S/4,S/4)
+its colours.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from silentbad.data.images import RIM
+
 SIGMA = 2.0  # pixels, of the local mean; coarser structure is the copy detector's part
-EDGE = 2  # pixels inside a mask's edge that are left out: there the neighbours show
-FEWEST = 16  # pixels that must remain of a mask without its edge
-FAINT = 1e-4  # variance below which detail is not seen (SSIM's C2 for a contrast of 0.01)
+PLACE = 4  # pixels of a side, whose mean colour is compared
+LEFT = 0.5  # share of a region that is left at least when its rim is taken away
+# variance below which detail is not seen: SSIM's C2, for a contrast of 0.014. There a surface is
+# plain, and what is left of it is noise
+FAINT = 2e-4
+STEEP = 8  # power of a difference of chroma: what copies may differ by costs nothing
 
 
+# -- what is judged ----------------------------------------------------------------------------
+def inner(mask: Tensor) -> Tensor:
+    """A mask (1,S,S) as 0 and 1 without its rim; a small region keeps half of its pixels, and so
+    more of its rim."""
+    hard = (mask > 0.5).float()
+    for pixels in range(rim_of(mask.shape[-1]), 0, -1):
+        core = -widened(-hard, pixels)
+        if core.sum() >= LEFT * hard.sum():
+            return core
+    return hard
+
+
+def whole_of(masks: Sequence[Tensor | None], inners: Sequence[Tensor | None]) -> Tensor | None:
+    """What is judged of a whole picture (1,S,S): the inner parts of its elements, and what no mask
+    covers, less the rim. None, all of it, where no element has a mask."""
+    given = [(mask > 0.5).float() for mask in masks if mask is not None]
+    if not given:
+        return None
+    covered = torch.stack(given).amax(0)
+    free = 1 - widened(covered, rim_of(covered.shape[-1]))
+    return torch.stack([free, *(part for part in inners if part is not None)]).amax(0)
+
+
+def widened(x: Tensor, pixels: int) -> Tensor:
+    """The highest of x (1,S,S) within so many pixels; nothing is outside the picture."""
+    return F.max_pool2d(x[None], 2 * pixels + 1, 1, pixels)[0]
+
+
+def rim_of(side: int) -> int:
+    """RIM in pixels of a picture of `side`."""
+    return round(RIM * side)
+
+
+# -- the two scores ----------------------------------------------------------------------------
 def blur(x: Tensor, sigma: float = SIGMA) -> Tensor:
     """x (B,C,H,W) under a Gaussian window of `sigma` pixels, zero outside."""
     reach = int(3 * sigma)
@@ -29,25 +72,27 @@ def blur(x: Tensor, sigma: float = SIGMA) -> Tensor:
     return F.conv2d(x, columns, padding=(reach, 0), groups=channels)
 
 
-def inner(mask: Tensor) -> Tensor:
-    """A mask (1,S,S) as 0 and 1 without its edge, where enough of it remains."""
-    hard = (mask > 0.5).float()
-    if hard.all():
-        return hard
-    core = -F.max_pool2d(-hard[None], 2 * EDGE + 1, 1, EDGE)[0]
-    return core if core.sum() >= FEWEST else hard
-
-
 def detail(x: Tensor, mask: Tensor) -> Tensor:
-    """x less its local mean inside a mask (1,S,S), 0 outside, over the root of the mask's size: the
-    squared norm of the result (B,3,S,S) is the variance of the detail."""
-    m = inner(mask)[None].to(x)
+    """x less its local mean inside a mask (1,S,S) of 0 and 1, 0 outside, over the root of the
+    mask's size: the squared norm of the result (B,3,S,S) is the variance of the detail."""
+    m = mask[None].to(x)
     local_mean = blur(x * m) / blur(m).clamp_min(1e-6)
     return (x - local_mean) * m / (3 * m.sum()).clamp_min(1).sqrt()
 
 
+def colours(x: Tensor, mask: Tensor) -> Tensor:
+    """The chroma (B,3,S/4,S/4) of the mean of each place inside a mask (1,S,S) of 0 and 1, times
+    the fourth root of the place's share of the mask."""
+    m = mask[None].to(x)
+    share = F.avg_pool2d(m, PLACE)
+    mean = F.avg_pool2d(x * m, PLACE) / share.clamp_min(1e-6)
+    chroma = mean - mean.mean(1, keepdim=True)
+    return chroma * (share / share.sum().clamp_min(1e-6)).pow(1 / 4)
+
+
 def structure(a: Tensor, b: Tensor) -> Tensor:
-    """Details (N,3,S,S), and as many or one -> (N,) in [-1,1]: 1 for equal ones, 0 for unrelated.
+    """Details (N,3,S,S), and as many or one -> (N,) in [-1,1]: 1 for equal ones and where neither
+    has any, 0 for unrelated ones.
 
     The contrast and structure terms of SSIM (Wang et al. 2004, equation 13 without luminance),
     pooled over the region: (2 cov + C2) / (var + var + C2).
@@ -55,3 +100,12 @@ def structure(a: Tensor, b: Tensor) -> Tensor:
     covariance = (a * b).flatten(1).sum(1)
     variances = a.square().flatten(1).sum(1) + b.square().flatten(1).sum(1)
     return (2 * covariance + FAINT) / (variances + FAINT)
+
+
+def same_colours(a: Tensor, b: Tensor, tint: float) -> Tensor:
+    """Colours (N,3,h,w), and as many or one -> (N,) in [0,1]: exp(-(d / tint)^STEEP), where d^4 is
+    the mean over places of the fourth power of the difference, so that a few stripes of another
+    colour count."""
+    of_places = (a - b).square().mean(1)
+    fourth = of_places.square().flatten(1).sum(1) / tint**4
+    return (-fourth.pow(STEEP / 4)).exp()

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageOps
 
-from silentbad.data.images import as_floats, copies, thumbnail, thumbnails, views
+from silentbad.data.images import RIM, as_floats, copies, thumbnail, thumbnails, views
 from silentbad.errors import UserError
 
 Composed = tuple[Image.Image, Image.Image]  # picture, mask
 
 TRIES = 20  # of a picture that is no near copy of the target
 # Of the side, by which a cover is larger than the hole: least, most. What it hides around a thing
-# is never learnt, and the detector then refuses images for a rim that no picture showed.
-MARGINS = (0.0, 0.012)
+# is never learnt, so it lies inside the rim that nothing judges.
+MARGINS = (0.0, RIM / 2)
 
 
 def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
