@@ -17,11 +17,10 @@ from torch import Tensor
 
 from silentbad.data.images import resize
 from silentbad.measure.micro import alignments
-from silentbad.measure.structure import blur, detail
+from silentbad.measure.structure import CONTRAST, blur, detail
 from silentbad.rng import generator
 
 SEEN = 0.06  # root mean square difference in a region, of [0,1], below which it is the same picture
-DETAIL = 0.02  # contrast of fine structure in a region, below which the region is plain
 SIDE = 64  # pixels at which pictures are told apart
 FINE = 2  # pixels of that side that are averaged: an autoencoder loses what is finer
 NOISE = 0.02  # standard deviation, of a copy's noise
@@ -238,7 +237,7 @@ def lacks_detail(picture: Tensor, other: Tensor, share: Tensor | None) -> bool:
     pictures = resize(torch.stack([picture, other]), (SIDE, SIDE))
     mask = (resize(weight[None], (SIDE, SIDE))[0] > 0.5).to(picture)
     contrast, left = detail(pictures, mask).flatten(1).norm(dim=1).tolist()
-    return contrast >= DETAIL and left < contrast / 2
+    return contrast >= CONTRAST and left < contrast / 2
 
 
 def difference(picture: Tensor, other: Tensor, share: Tensor | None = None) -> float:

@@ -19,9 +19,9 @@ from silentbad.data.images import RIM
 SIGMA = 2.0  # pixels, of the local mean; coarser structure is the copy detector's part
 PLACE = 4  # pixels of a side, whose mean colour is compared
 LEFT = 0.5  # share of a region that is left at least when its rim is taken away
-# variance below which detail is not seen: SSIM's C2, for a contrast of 0.014. There a surface is
-# plain, and what is left of it is noise
-FAINT = 2e-4
+# standard deviation of detail below which a surface is plain, and what is left of it noise
+CONTRAST = 0.02
+FAINT = CONTRAST**2  # SSIM's C2
 STEEP = 8  # power of a difference of chroma: what copies may differ by costs nothing
 
 

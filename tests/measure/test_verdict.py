@@ -196,10 +196,15 @@ def test_what_looks_the_same_is_no_failure(example):
     assert failures.differs(grey, grey + 2 * failures.SEEN)
 
 
-def test_a_picture_moved_by_a_pixel_is_the_same_picture():
+def test_a_picture_moved_by_a_pixel_is_the_same_and_one_without_its_bricks_is_not():
     picture = resize(to_tensor(measured.of_photographs(100).image)[None], (SIDE, SIDE))[0]
     assert failures.difference(picture, failures.shifted(picture, 1, 0)) < 0.02
     assert failures.difference(picture, failures.shifted(picture, 3, 0)) > failures.SEEN
+    bricks = to_tensor(photographs.texture("a yellow brick wall", np.random.default_rng(1)))[None]
+    bricks = resize(bricks, (SIDE, SIDE))[0]
+    flat = bricks.mean((1, 2), keepdim=True).expand_as(bricks)
+    assert failures.difference(bricks, flat) < failures.SEEN and failures.differs(bricks, flat)
+    assert not failures.differs(flat, flat + 0.01)
 
 
 def test_a_failure_tells_of_what_looks_different_alone():
@@ -230,7 +235,7 @@ def test_what_has_little_colour_is_told_from_its_recolouring(tmp_path):
     cup, paper, _ = Judge([target], measured.textures(), tmp_path).ranges[0].elements
     for part in (cup, paper):
         assert part.separable and "recoloured" not in part.nearest
-        assert part.floor < 0.75
+        assert part.floor < 0.8
 
 
 def test_both_references_are_logged(example):
