@@ -172,6 +172,7 @@ BLOCKS: dict[str, Block] = {
     "judge": of("instrument.json", instrument.judge),
     "judge-table": of("instrument.json", instrument.tables),
     "judge-later": of("instrument-2548.json", instrument.table),
+    "judge-chroma": of("instrument-dev.json", instrument.table),
     "emoji-audit": of("shield-audit-emoji.jsonl", shield_table.audit_table),
     "emoji-base": of("emoji-base.json", export.measured),
     "emoji-claims-over": of("emoji-claims.jsonl", layers.compared),

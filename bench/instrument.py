@@ -15,6 +15,7 @@ import copy
 import functools
 import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,7 +36,8 @@ from bench.recovery_table import grid
 # what other parts of the package give; in one place
 from silentbad.data.images import to_tensor
 from silentbad.files import sha256
-from silentbad.measure.embedders import load_embedder
+from silentbad.measure.embedders import Micro
+from silentbad.measure.failures import difference, mixed, recolourings
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.thresholds import calibrate_threshold
 from silentbad.memory.masks import overlaid
@@ -73,18 +75,22 @@ TESTED = {  # row of the table: what may pass at most
     "redraw": 0.01,
     "union": 0.01,
 }
+VISIBLE = 20 / 255  # root mean square difference of a picture in other colours, in the region that it changes
+COLOURS = "colours"  # tested beside them: what the detector alone forgives
 FEATHER = (pairwise.__kwdefaults__ or {})["feather"]  # of unions, as training pastes them
 COPIES = {"copy": 0.95, "generated": 0.95}  # what must pass at least
 COLUMNS = {
     "today": "before",  # the detector at 65c577f, which had met free redraws and missing things alone: in stored rows
     "new": "now",
     "new_uniform": "now at 1 % for every kind",
+    "alone": "without the score of chroma",
     "ssim": "structural similarity",
 }
 LEVELS = {
     "today": ("whole", "strict"),
     "new": ("whole", "element", "strict"),
     "new_uniform": ("whole", "element", "strict"),
+    "alone": ("whole", "element", "strict"),
     "ssim": ("element",),
 }
 WORDS = {
@@ -101,6 +107,7 @@ WORDS = {
     "moved": "one thing moved by 4 to 8 pixels",
     "redraw": "free redraw of the caption",
     "union": "all elements but one, as `pairwise` rehearsal pastes them",
+    "colours": "the whole or one element with green for red, in grey, with a tint of 0.15",
     "copy": "true copy",
     "generated": "generated after fine-tuning on the target",
 }
@@ -108,10 +115,13 @@ WORDS = {
 
 # -- two judges ------------------------------------------------------------------------------------------------
 class Detector:
-    """The `micro` embedder: pictures (B,3,64,64) in [0,1] against a target's, in an element's region or whole."""
+    """The `micro` embedder: pictures (B,3,64,64) in [0,1] against a target's, in an element's region or whole; with or
+    without its score of chroma."""
 
-    def __init__(self, folder: Path = BASE / "embedder"):
-        self.embedder = load_embedder("micro", str(folder), "cpu")
+    def __init__(self, folder: Path = BASE / "embedder", chroma: bool = True):
+        self.embedder = Micro(str(folder))
+        if not chroma:
+            self.embedder.TINT = math.inf
 
     def scores(self, target: Tensor, x: Tensor, masks: list[Tensor]) -> Tensor:
         """target (1,3,H,W), x (B,3,H,W), masks (1,H,W) each -> similarities (1+len(masks),B), whole first."""
@@ -170,7 +180,7 @@ class Target:
     """A target's picture (1,3,64,64) in [0,1], its masks, and pictures to score against it."""
 
     of: Targets = TARGETS  # its world's
-    tested: Iterable[str] = TESTED  # kinds of nulls
+    tested: Iterable[str] = (*TESTED, COLOURS)  # kinds of nulls
 
     def __init__(self, name: str):
         self.name = name
@@ -188,6 +198,8 @@ class Target:
         """`count` pictures of the kind (N,3,64,64) in [0,1], and the elements that each changes."""
         if kind == "union":
             return self.unions(count, split)
+        if kind == COLOURS:
+            return self.recoloured(count)
         drawn = []
         for i in range(count):
             rng = rng_of(split, self.name, kind, i)
@@ -206,6 +218,21 @@ class Target:
             layers = {k: self.element(k, rng) for k in range(len(self.kinds)) if k != lacked}
             unions.append(to_tensor(overlaid(layers, FEATHER)[1]))
         return torch.stack(unions), [(k,) for k in lacking]
+
+    def recoloured(self, count: int) -> tuple[Tensor, list[tuple[int, ...]]]:
+        """`count` pictures (N,3,64,64) in [0,1] of the target in other colours, the whole or an element, and the
+        elements that each changes, where somebody sees it."""
+        picture = self.image[0]
+        whole = tuple(range(len(self.kinds)))
+        parts = [(whole, torch.ones_like(self.masks[0])), *(((k,), mask) for k, mask in enumerate(self.masks))]
+        made = [
+            (mixed(picture, changed, mask), of_part)
+            for _, changed in recolourings(picture)
+            for of_part, mask in parts
+            if difference(picture, changed, mask) >= VISIBLE
+        ]
+        chosen = list(itertools.islice(itertools.cycle(made), count))
+        return torch.stack([picture for picture, _ in chosen]), [changed for _, changed in chosen]
 
     def element(self, k: int, rng: np.random.Generator) -> tuple[Image.Image, Image.Image]:
         """A picture that holds this element alone of the target, and the element's mask, as training data have them."""
@@ -398,7 +425,7 @@ def table(results: dict) -> str:
     """The pass-rate table in markdown."""
     columns = [(c, level) for c in columns_of(results) for level in LEVELS[c]]
     lines = []
-    for kind, bar in {**TESTED, **COPIES}.items():
+    for kind, bar in {**TESTED, COLOURS: None, **COPIES}.items():
         rates = [rate_of(results, c, kind, level) for c, level in columns]
         if any(f is not None for f in rates):
             limit = "" if bar is None else f">= {bar}" if kind in COPIES else f"<= {bar}"
@@ -536,9 +563,10 @@ def main(argv: list[str] | None = None) -> None:
     vae = AutoencoderKL.from_pretrained(BASE / "vae").eval().requires_grad_(False)
     pipe = StableDiffusionPipeline.from_pretrained(BASE) if args.generations else None
     detector = Detector(args.embedder)
-    judges = {"new": detector, "ssim": AlignedSSIM()}
+    judges = {"new": detector, "alone": Detector(args.embedder, chroma=False), "ssim": AlignedSSIM()}
     rules: dict[str, dict] = {  # columns by judge
         "new": {"new": by_kind, "new_uniform": functools.partial(by_kind, rate_in_place=RATE)},
+        "alone": {"alone": by_kind},
         "ssim": {"ssim": by_kind},
     }
     settings = {
