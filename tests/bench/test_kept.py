@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from bench import arms, kept
+from bench import arms, judged, kept
 from silentbad.settings.reader import parse
 from tests.training import checked
 from train_silentbad import Config
@@ -100,6 +100,25 @@ def test_pictures_are_added_to_one_file(tmp_path, monkeypatch):
         Image.new("RGB", (4, 4)).save(tmp_path / f"{name}.png")
         kept.keep_pictures(tmp_path / "kept.jsonl", f"{name}.png", tmp_path / f"{name}.png")
     assert zipfile.ZipFile(tmp_path / "kept-pictures.zip").namelist() == ["a.png", "b.png"]
+
+
+def test_images_are_cut_from_a_grid_without_the_target(tmp_path):
+    grid = Image.new("RGB", (3 * judged.SIDE, judged.SIDE), "red")
+    grid.paste("blue", (judged.SIDE, 0, 2 * judged.SIDE, judged.SIDE))
+    grid.save(tmp_path / "grid.png")
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(tmp_path / "grid.png", "grid.png")
+        images = judged.images_of(archive, "grid.png")
+    assert [image.getpixel((0, 0)) for image in images] == [(0, 0, 255), (255, 0, 0)]
+
+
+def test_images_judged_again_stand_beside_their_own_time_and_copies(rows, monkeypatch):
+    monkeypatch.setattr(judged, "stored", lambda _: rows)
+    again = [{"arm": "recommended", "target": name, "steps": 400, "rate": 0.25} for name in ("1", "2")]
+    again += [{"arm": judged.COPIES, "target": name, "steps": 0, "rate": rate} for name, rate in (("1", 1), ("2", 0))]
+    (line,) = judged.table(again).splitlines()[2:]
+    assert "0.75 [0.50, 1.00]; 2 recovered" in line and "0.25 [0.25, 0.25]; 0 recovered" in line
+    assert line.endswith("| 0.50 [0.00, 1.00] |")
 
 
 @pytest.mark.parametrize("arm", arms.KEPT)

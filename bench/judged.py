@@ -1,0 +1,114 @@
+"""What today's judge says of the images that bench.kept has stored: `python -m bench.judged`.
+
+The reported runs keep their images of the composed prompt (bench/results/kept-pictures.zip). They are judged again as
+`validation.py --pictures` judges a folder, at the thresholds of the same targets' null pictures. Every run becomes one
+JSON line of bench/results/kept-judged.jsonl, beside which the rates of the run's own time stay; what is stored for this
+judge is not judged again. A row of the arm `copies` says the same of true copies of a target: what no copy reaches, no
+run can be seen to recover.
+"""
+
+import io
+import json
+import tempfile
+import zipfile
+from functools import cache
+from pathlib import Path
+
+from diffusers import AutoencoderKL
+from PIL import Image
+from torchvision.transforms.functional import to_pil_image
+from tqdm import tqdm
+
+from bench.arms import KEPT
+from bench.kept import BASE, RESULTS, data_of
+from bench.published_table import interval, markdown
+from bench.recovery import ROOT, scores
+from bench.recovery_table import append, stored
+from silentbad.data.images import to_tensor
+from silentbad.data.targets import load_targets
+from silentbad.measure.embedders import load_embedder
+from silentbad.measure.failures import true_copies
+from silentbad.model.latents import round_trip
+from silentbad.settings.validation import ValidationConfig
+from validation import judge
+
+JUDGED = RESULTS.with_name("kept-judged.jsonl")
+KEY = ("arm", "target", "steps")
+COPIES = "copies"  # in the place of an arm
+SIDE = 64  # pixels of an image
+
+
+def images_of(archive: zipfile.ZipFile, name: str) -> list[Image.Image]:
+    """The images of a run, without its target, which comes first."""
+    grid = Image.open(io.BytesIO(archive.read(name))).convert("RGB")
+    return [grid.crop((left, 0, left + SIDE, SIDE)) for left in range(SIDE, grid.width, SIDE)]
+
+
+@cache
+def autoencoder() -> AutoencoderKL:
+    return AutoencoderKL.from_pretrained(ROOT / BASE / "vae").eval()
+
+
+def targets_file(arm: str, target: str) -> Path:
+    """The target of a run, beside its null pictures."""
+    flags = dict(KEPT[arm])
+    placebo = bool(flags.pop("placebo", False))
+    return data_of(target, flags, placebo) / "targets.jsonl"
+
+
+def copies_of(target: str) -> list[Image.Image]:
+    """True copies of a target, as the autoencoder leaves them."""
+    (one,) = load_targets(targets_file("recommended", target))
+    return [to_pil_image(copy) for copy in round_trip(autoencoder(), true_copies(to_tensor(one.image)))]
+
+
+def judged(targets: Path, images: list[Image.Image]) -> dict:
+    """The rates of images of one target under today's judge."""
+    with tempfile.TemporaryDirectory() as folder:
+        pictures, out = Path(folder) / "pictures", Path(folder) / "audit"
+        pictures.mkdir()
+        for number, image in enumerate(images):
+            image.save(pictures / f"{number:02d}.png")
+        config = ValidationConfig(targets=str(targets))
+        judge(config, pictures=str(pictures), pipeline=str(ROOT / BASE), output_dir=str(out))
+        report = json.loads((out / "validation.json").read_text())
+    (of_target,) = scores(report["history"][-1])["targets"].values()
+    rates = {name: of_target[name] for name in ("rate", "whole_rate")}
+    return {"images": len(images), **rates, "elements": [element["rate"] for element in of_target["elements"]]}
+
+
+def key(row: dict) -> tuple:
+    return tuple(row[name] for name in KEY)
+
+
+def table(rows: list[dict]) -> str:
+    """One line an arm: strict rates of the run's own time, today's, and of true copies: Markdown."""
+    then = {key(row): row["rate"] for row in stored(RESULTS) if row["arm"] != "base"}
+    copies = {row["target"]: row["rate"] for row in rows if row["arm"] == COPIES}
+    lines = []
+    for arm in KEPT:
+        of_arm = [row for row in rows if row["arm"] == arm]
+        if of_arm:
+            columns = [[then[key(row)] for row in of_arm], [row["rate"] for row in of_arm]]
+            cells = [f"{interval(rates)}; {sum(rate >= 0.5 for rate in rates)} recovered" for rates in columns]
+            lines.append([f"`{arm}`", str(len(of_arm)), *cells, interval([copies[row["target"]] for row in of_arm])])
+    return markdown(("arm", "targets", "strict rate, at the run's time", "now", "now, of true copies"), lines)
+
+
+def main() -> None:
+    judge_said = load_embedder("micro", None, "cpu").describe()
+    done = {key(row) for row in stored(JUDGED) if row["judge"] == judge_said} if JUDGED.exists() else set()
+    runs = [row for row in stored(RESULTS) if row["arm"] != "base"]
+    todo = [{name: row[name] for name in KEY} for row in runs]
+    todo += [{"arm": COPIES, "target": target, "steps": 0} for target in sorted({row["target"] for row in runs})]
+    with zipfile.ZipFile(RESULTS.with_name("kept-pictures.zip")) as archive:
+        for one in tqdm([one for one in todo if key(one) not in done], desc="judged"):
+            arm, target = one["arm"], one["target"]
+            images = copies_of(target) if arm == COPIES else images_of(archive, f"{arm}-{target}.png")
+            rates = judged(targets_file("recommended" if arm == COPIES else arm, target), images)
+            append(JUDGED, [{**one, **rates, "judge": judge_said}])
+    print(table([row for row in stored(JUDGED) if row["judge"] == judge_said]))
+
+
+if __name__ == "__main__":
+    main()
