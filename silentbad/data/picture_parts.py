@@ -51,6 +51,8 @@ def cut_apart(
         raise UserError(f"{where}: {fault}")
     for line in overlaps(phrases, masks):
         warn(f"{where}: {line}; the earlier phrase has the pixels")
+    for line in alone_around(phrases, masks):
+        warn(f"{where}: {line}")
     apart: list[Image.Image | None] = []
     before: list[np.ndarray] = []
     for mask in masks:
@@ -107,6 +109,17 @@ def overlaps(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
             if covered is not None and other is not None and shared(other, covered) > NESTED:
                 share = f"{shared(other, covered):.0%} of the smaller one"
                 yield f"{brief(phrases[k])} shares {share} with the mask of {brief(phrases[j])}"
+
+
+def alone_around(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
+    """A line on the only mask of a picture where it surrounds something, as an inverted one does."""
+    regions = regions_of(phrases, masks)
+    for name, covered in regions.items() if len(regions) == 1 else ():
+        if frame(covered) > FRAME and covered.mean() < WIDEST:
+            yield (
+                f"the mask of {name} covers the edges of the picture, and no mask what is inside; is "
+                f"it inverted? white is the thing"
+            )
 
 
 def regions_of(phrases: Sequence[str], masks: Masks) -> dict[str, np.ndarray]:

@@ -55,6 +55,15 @@ def test_a_backdrop_covers_the_edges_and_a_thing_does_not():
         cut_apart(["a", "b"], [wide], "here", rest=True)
 
 
+def test_an_only_mask_that_surrounds_something_is_asked_about(capsys):
+    cut_apart(["a", "b"], [ImageChops.invert(LAMP), None], "here")
+    line = "here: the mask of 'a' covers the edges of the picture, and no mask what is inside; is it inverted?"
+    assert capsys.readouterr().err == f"warning: {line} white is the thing\n"
+    cut_apart(["a", "b"], [LAMP, ImageChops.invert(LAMP)], "here")
+    cut_apart(["a", "b"], [FULL, None], "here")
+    assert not capsys.readouterr().err
+
+
 def test_nested_masks_are_cut_apart_with_one_line(capsys):
     inner, outer = cut_apart(["a cup", "a saucer"], [CUP, SAUCER], "here")
     line = "here: 'a saucer' shares 100% of the smaller one with the mask of 'a cup'; the earlier phrase has the pixels"
