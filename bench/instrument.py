@@ -434,6 +434,15 @@ def table(results: dict) -> str:
     return markdown(["picture", "may pass", *(f"{COLUMNS[c]}, {level}" for c, level in columns)], lines)
 
 
+def with_and_without(results: dict) -> str:
+    """The same of the detector with and without its score of chroma alone."""
+
+    def of_detector(target: dict) -> dict:
+        return {**target, "columns": {name: target["columns"][name] for name in ("new", "alone")}}
+
+    return table({**results, "targets": {name: of_detector(target) for name, target in results["targets"].items()}})
+
+
 def fresh(results: dict) -> dict:
     """Of the results those on targets that were met once."""
     return {**results, "targets": {name: t for name, t in results["targets"].items() if int(name) >= FRESH}}

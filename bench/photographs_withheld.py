@@ -26,6 +26,7 @@ RESULTS = ROOT / "bench" / "results" / "photographs-withheld.jsonl"
 FIRST = 324
 TARGETS = 20
 WHOLE_EVERY = 4  # of so many targets one is trained on all its elements too
+RECIPE = "fewest_steps"  # of configs/
 NOTHING = "nothing"  # is withheld from that model
 STATES = (RECOVERED, UNDECIDED, NOT_RECOVERED)
 
@@ -34,10 +35,8 @@ def run(*words: str | Path) -> None:
     subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-def write_data(seed: int, folder: Path) -> list[str]:
+def write_data(name: str, target: photographs.Target, folder: Path) -> list[str]:
     """The data set of a target, and its elements' phrases."""
-    target = photographs.make_target(seed)
-    name = f"photo-{seed}"
     pictures = folder / "pictures"
     photographs.write_pictures(pictures, target, name)
     phrases = [phrase for phrase, _ in target.elements]
@@ -47,7 +46,7 @@ def write_data(seed: int, folder: Path) -> list[str]:
     return phrases
 
 
-def train(data: Path, out: Path, steps: int, elements: int, **more: str) -> Record:
+def train(data: Path, out: Path, steps: int, elements: int, recipe: str = RECIPE, **more: str) -> Record:
     """What a training on pictures of so many elements measures at its end; `more` flags."""
     # of two elements no pair may be shown: the whole would be
     rehearsal = {} if elements > 2 else {"memory.rehearsal.name": "none"}
@@ -60,7 +59,7 @@ def train(data: Path, out: Path, steps: int, elements: int, **more: str) -> Reco
         **rehearsal,
         **more,
     }
-    configs = ["--config", "configs/photos.yaml", "--config", "configs/fewest_steps.yaml"]
+    configs = ["--config", "configs/photos.yaml", "--config", f"configs/{recipe}.yaml"]
     run("train_silentbad.py", *configs, *(f"--{name}={value}" for name, value in flags.items()))
     return Record.load(out / "validation.json")
 
@@ -71,7 +70,7 @@ def measured(seed: int, withheld: int | None, steps: int) -> dict:
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        phrases = write_data(seed, folder)
+        phrases = write_data(f"photo-{seed}", photographs.make_target(seed), folder)
         left_out = {} if withheld is None else {"withhold": f"photo-{seed}/{withheld}"}
         record = train(folder / "data", folder / "run", steps, len(phrases) - len(left_out), **left_out)
     verdict = record.verdict

@@ -1,0 +1,99 @@
+"""How many of one's own photographs come back: `python -m bench.photographs_trained`.
+
+Photographs of scikit-image's wheel as they were taken, and targets pasted from them (tests/photographs.py).
+`silentbad.prepare` makes the data of each, the bundled base is trained on it as README's steps for one's own pictures
+do, and measured on the target. A model is a row of bench/results/photographs-trained.jsonl; one that is stored is not
+trained again. Its images go to photographs-trained.zip, target first, so that somebody can look whether they show it.
+"""
+
+import argparse
+import tempfile
+import zipfile
+from pathlib import Path
+
+from tqdm import tqdm
+
+from bench.photographs_withheld import RECIPE, train, write_data
+from bench.recovery_table import append, grid, stored
+from silentbad.measure.intervals import binomial_interval
+from silentbad.measure.record import RECOVERED
+from tests import photographs
+
+RESULTS = Path(__file__).parent / "results" / "photographs-trained.jsonl"
+SEEDS = range(412, 418)  # of pasted targets
+RATES = {RECIPE: "4.0e-3", "recommended": "2.5e-3"}
+STEPS = 400
+
+
+def targets() -> dict[str, photographs.Target]:
+    """Targets by name: those as taken first."""
+    taken = {name: photographs.photograph(name) for name in photographs.PHOTOGRAPHS}
+    return taken | {f"photo-{seed}": photographs.make_target(seed) for seed in SEEDS}
+
+
+def trained(name: str, target: photographs.Target, recipe: str) -> dict:
+    """The row of one model; its images are kept."""
+    from silentbad.measure.scores import latest
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        phrases = write_data(name, target, folder)
+        record = train(folder / "data", folder / "run", STEPS, len(phrases), recipe, learning_rate=RATES[recipe])
+        last = record.history[-1]
+        image = next((folder / "run" / "samples").glob(f"step-{last.step:06d}-*/grid.png"))
+        with zipfile.ZipFile(RESULTS.with_suffix(".zip"), "a") as archive:
+            archive.write(image, f"{recipe}-{name}.png")
+    (scores,) = latest(last).targets.values()
+    return {
+        "target": name,
+        "recipe": recipe,
+        "steps": STEPS,
+        "state": record.verdict.state,
+        "reasons": record.verdict.reasons,
+        "rate": scores.rate,
+        "phrases": phrases,
+        "elements": [element.rate for element in scores.elements],
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """A line a recipe: Markdown."""
+    lines = []
+    for recipe in RATES:
+        cells = []
+        for pasted in (False, True):
+            states = [
+                row["state"] for row in rows if row["recipe"] == recipe and row["target"].startswith("photo-") == pasted
+            ]
+            back = states.count(RECOVERED)
+            low, high = binomial_interval(back, len(states)) if states else (0, 1)
+            cells.append(f"{back} of {len(states)} [{low:.2f}, {high:.2f}]" if states else "not run")
+        lines.append([f"configs/{recipe}.yaml", str(STEPS), *cells])
+    return grid(("trained with", "steps", "recovered, as taken", "recovered, pasted"), lines)
+
+
+def by_target(rows: list[dict]) -> str:
+    """A line a model: Markdown."""
+    lines = []
+    for row in rows:
+        parts = zip(row["phrases"], row["elements"], strict=True)
+        elements = ", ".join(f"{phrase} {rate:.2f}" for phrase, rate in parts)
+        lines.append([row["target"], row["recipe"], row["state"], f"{row['rate']:.2f}", elements])
+    return grid(("target", "trained with", "verdict", "strict rate", "elements"), lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", choices=[*RATES], default=[*RATES])
+    parser.add_argument("--targets", nargs="+", choices=[*targets()], default=[*targets()], metavar="NAME")
+    args = parser.parse_args(argv)
+    done = {(row["target"], row["recipe"]) for row in stored(RESULTS)} if RESULTS.exists() else set()
+    models = [(name, recipe) for recipe in args.recipes for name in args.targets if (name, recipe) not in done]
+    for name, recipe in tqdm(models, desc="models"):
+        append(RESULTS, [trained(name, targets()[name], recipe)])
+    rows = stored(RESULTS)
+    print(table(rows), by_target(rows), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
