@@ -13,14 +13,14 @@ export TOKENIZERS_PARALLELISM ?= false
 $(STAMP): requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -r requirements.txt -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet -e . -r requirements-dev.txt
 	touch $@
 
 # One thread unless OMP_NUM_THREADS says otherwise: at this size two threads that wait for each other at every small
 # operation lose more than they win as soon as anything else runs.
 quickstart: export OMP_NUM_THREADS ?= 1
 QUICK := --targets cat-hat,9 --images_per_phrase 22
-TRAIN := $(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml train_silentbad.py
+TRAIN := $(BIN)/accelerate launch --quiet --config_file configs/accelerate/cpu.yaml train_silentbad.py
 quickstart: $(STAMP)  ## two trainings at once, the second on placebo data; its rate is taken off the first one's
 	$(BIN)/python -m worlds.microworld.make --out runs/quickstart-data $(QUICK)
 	$(MAKE) -j2 quickstart-training quickstart-placebo

@@ -111,6 +111,8 @@ def check_command(words: list[str], monkeypatch) -> None:
         for option, file in zip(words[:at], words[1:at], strict=False):
             assert option != "--config_file" or (ROOT / file).is_file(), file
         checked(words[at + 1 :])
+    elif words[0] == "silentbad-train":
+        checked(words[1:])
     elif words[:2] == ["python", "validation.py"]:
         parse(validation.Audit, words[2:])
     elif words[:2] in (["python", "-m"], ["python3", "-m"]) and words[2].startswith(
@@ -434,8 +436,7 @@ def test_the_steps_on_ones_own_pictures_run_as_they_stand(tmp_path, monkeypatch)
         "cache_dir": "cache",
         "report_to": "none",
     }
-    argv = train[train.index("train_silentbad.py") + 1 :]
-    assert train_silentbad.main([*argv, *(f"--{key}={value}" for key, value in shorter.items())]) == 0
+    assert train_silentbad.main([*train[1:], *(f"--{key}={value}" for key, value in shorter.items())]) == 0
     assert "cat-cup" in Path("runs/my-photos/report.html").read_text()
     assert validation.main([*audit[2:], "--images_per_target=1", "--num_inference_steps=2"]) == 0
     assert Path("runs/my-photos-audit/report.html").is_file()

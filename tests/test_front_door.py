@@ -17,6 +17,7 @@ from silentbad.errors import UserError
 from silentbad.report import figures, run_report
 from silentbad_shield.scan import scanner as scan
 from tests.training import checked
+from train_silentbad import main
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
@@ -111,7 +112,7 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path):
     heeds = {"preexec_fn": heed}
     called = [sys.executable, "-c", program]
     with subprocess.Popen(called, cwd=ROOT, stderr=subprocess.PIPE, text=True, **heeds) as process:
-        assert process.stderr.readline() == "importing\n"
+        assert [process.stderr.readline() for _ in range(2)] == ["loading\n", "importing\n"]
         process.send_signal(signal.SIGINT)
         assert process.communicate()[1] == "stopped by SIGINT\n" and process.returncode == 130
 
@@ -120,7 +121,7 @@ def test_memory_that_runs_out_during_the_imports_is_one_line():
     little = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (2 * 2**30, 2 * 2**30))}
     command = [sys.executable, "train_silentbad.py", "--train_data_dir", "docs/example", "--output_dir", "none"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **little)
-    (line,) = done.stderr.splitlines()
+    loading, line = done.stderr.splitlines()
     assert done.returncode == 1 and line.startswith("error: memory ran out (") and "ulimit -v" in line
 
 
@@ -196,3 +197,34 @@ def test_only_the_flag_says_how_gradients_add_up(monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     assert start(2).gradient_accumulation_steps == 2
     assert "STEPS 4 does not count; gradient_accumulation_steps is 2" in capsys.readouterr().err
+
+
+def test_groups_onto_a_full_disk_are_one_line(flags, monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(flags(print_groups="true")) == 2
+    assert "error: stdout: cannot be written (No space left on device)" in capsys.readouterr().err
+
+
+def test_what_bitsandbytes_warns_of_itself_stays_off_the_screen():
+    """Its loggers warn at import of kernels that no run here asks for."""
+    warns = "import logging; logging.getLogger('bitsandbytes.backends').warning('Failed to load CPU gemm_4bit_forward')"
+    said = [
+        subprocess.run([sys.executable, "-c", first + warns], cwd=ROOT, capture_output=True, text=True).stderr
+        for first in ("", "import silentbad; ")
+    ]
+    assert "gemm_4bit" in said[0] and said[1] == ""
+
+
+def test_a_training_says_at_once_that_it_loads(flags, tmp_path):
+    """Before the seconds of the imports; a mistake in a flag is said alone."""
+    process = subprocess.Popen(
+        [sys.executable, "train_silentbad.py", *flags(max_train_steps=1)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stderr.readline() == "loading\n"
+    process.kill()
+    process.wait()

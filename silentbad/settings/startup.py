@@ -1,6 +1,7 @@
 """A command as far as it goes without torch: parse, check, and how a mistake is said."""
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -58,6 +59,8 @@ def early(read: Callable[..., T], *arguments: Any, **named: Any) -> T:
         if not result:
             raise
     heed_signals(leave)  # until the imports are done and `exit_with` is called again
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print("loading", file=sys.stderr, flush=True)
     return result[0]
 
 
