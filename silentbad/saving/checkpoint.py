@@ -23,6 +23,7 @@ from silentbad.errors import UserError, user_errors, warn
 from silentbad.files import read_json, sha256
 
 MANIFEST = "manifest.json"
+STATE = "state.pt"
 FORMAT = 4  # of a checkpoint's files; a change that older code would misread counts it up
 STEP = re.compile(r"step-\d+")
 
@@ -41,6 +42,10 @@ def save(folder: Path, write: Callable[[Path], None], info: dict[str, Any] | Non
         write(temporary)
         if info is not None:
             _write_manifest(temporary, info)
+        for path in {*_files(folder)} - written(folder):  # of the user's
+            place = temporary / path.relative_to(folder)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, place)
         for path in (*temporary.rglob("*"), temporary):
             _sync(path)
         if folder.exists():
@@ -152,8 +157,33 @@ def rotate(root: Path, limit: int | None, keep: Path) -> None:
     for leftover in root.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if limit is not None:
-        for folder in [p for p in steps(root) if p != keep][: -(limit - 1) or None]:
-            shutil.rmtree(folder, ignore_errors=True)
+        others = [p for p in steps(root) if p != keep and written(p)]
+        for folder in others[: -(limit - 1) or None]:
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; files of the user's in it stay."""
+    ours = written(folder)
+    if len(ours) == len(_files(folder)):
+        shutil.rmtree(folder, ignore_errors=True)
+    for path in ours:
+        path.unlink(missing_ok=True)
+
+
+def written(folder: Path) -> set[Path]:
+    """The files of a checkpoint that its manifest names; all, where that is lost and a state is
+    there."""
+    files = _files(folder)
+    try:
+        named = {*read_json(folder / MANIFEST)["files"], MANIFEST}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {*files} if (folder / STATE).is_file() else set()
+    return {path for path in files if path.relative_to(folder).as_posix() in named}
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:

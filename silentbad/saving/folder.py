@@ -118,6 +118,8 @@ class RunFolder:
                 path = self.path / name
                 if path.is_symlink() or not path.is_dir():
                     path.unlink(missing_ok=True)
+                elif path == self.checkpoints:
+                    checkpoint.rotate(path, 1, keep=path)
                 else:
                     shutil.rmtree(path)
             (self.path / "finished.json").unlink(missing_ok=True)
