@@ -1,5 +1,6 @@
 """The options of the shield's commands and of its guard, each class with what it refuses."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,9 +19,7 @@ ADVICE = "make it with `silentbad-scan`"
 
 def check_scan(path: str, flag: str) -> None:
     """Refuse a scan that is not there."""
-    file = Path(path, "scan.json") if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        raise UserError(f"{flag}: no file {file}; {ADVICE}")
+    check_file(flag, os.path.join(path, "scan.json") if os.path.isdir(path) else path, ADVICE)
 
 
 @dataclass
@@ -46,8 +45,7 @@ class ScanOptions(DataSettings):
         if (data is None) == (self.dataset_name is None):
             raise UserError("train_data_dir: give either --train_data_dir or --dataset_name")
         check_needs(self, sources, Facts())
-        if data is not None:
-            check_folder("train_data_dir", data)
+        check_folder("train_data_dir", data)
         out = Path(self.output_dir)
         check_writable(out, "--output_dir", folder=True)
         if data is not None and out.resolve().is_relative_to(Path(data).resolve()):
@@ -107,13 +105,10 @@ class SearchOptions(Audit):
             raise UserError(f"--{idle[0]}: has no effect on a search; leave it out")
         if self.images_per_target < 2:
             raise UserError("--images_per_target: must be at least 2, for images to be compared")
-        if self.phrases is not None:
-            check_file("--phrases", self.phrases, "it holds one phrase a line")
+        check_file("--phrases", self.phrases, "it holds one phrase a line")
         if self.scan is not None:
             check_scan(self.scan, "--scan")
-        if self.train_data_dir is not None:
-            check_folder("--train_data_dir", self.train_data_dir)
-        if self.ordinary is not None:
-            check_file("--ordinary", self.ordinary, "it holds one prompt a line")
+        check_folder("--train_data_dir", self.train_data_dir)
+        check_file("--ordinary", self.ordinary, "it holds one prompt a line")
         check_embedder(self, "--")
         self.check_pipelines()

@@ -90,8 +90,8 @@ def table(
         numbers = f"{sum(by_role_counts):>9}" + "".join(f"{n:>11}" for n in by_role_counts)
         lines.append(f"  {shape[0]:>6}x{shape[1]:<4}{numbers}  {math.expm1(worst[shape]):.1%}")
     if rare := [n for shape in counts if (n := sum(counts[shape].values())) < batch_size]:
-        few = f"{sum(rare)} records in {len(rare)} shapes"
         lines.append(
-            f"  {few} are fewer than a micro-batch of {batch_size}: they wait for later epochs"
+            f"  {sum(rare)} records in {len(rare)} shapes are fewer than a micro-batch of "
+            f"{batch_size}: they wait for later epochs"
         )
     return "\n".join(lines)

@@ -14,6 +14,7 @@ import torch
 from silentbad import rng
 from silentbad.data.phrases import shared_phrases
 from silentbad.errors import UserError
+from silentbad.settings.registries import Examples, Judge, Parts
 
 
 class DataInfo:
@@ -163,7 +164,18 @@ def interleave(parts: list[np.ndarray], g: torch.Generator) -> np.ndarray:
     return rows[np.argsort(at, kind="stable")]
 
 
-ORDERS: dict[str, Callable] = {"shuffled": shuffle, "interleaved": interleave}
+def order_examples() -> Examples:
+    """Two elements' records and a clean one."""
+    parts = [np.arange(3), np.arange(3, 5), np.arange(5, 6)]
+    yield (parts, torch.Generator()), Judge((6,), total=15)
+
+
+ORDERS = Parts(
+    {"shuffled": shuffle, "interleaved": interleave},
+    key="memory.sampler.order",
+    takes="parts g",
+    examples=order_examples,
+)
 
 
 @dataclass(eq=False)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from silentbad.data import images
 from silentbad.data.published import SHUFFLE_MARKER, is_published, published_rows
 from silentbad.data.schema import (
@@ -110,7 +112,10 @@ def captioned_rows(captions: Mapping[Path, str | None]) -> Iterator[dict]:
     """Clean rows of pictures, all of which must have a caption."""
     for file, text in captions.items():
         if text is None:
-            raise UserError(f"{file}: no caption; write it into {file.with_suffix('.txt').name}")
+            raise UserError(
+                f"{file}: no caption; write it into {file.with_suffix('.txt').name} (a mask is "
+                "named in metadata.jsonl, beside its picture)"
+            )
         yield row(str(file), file, text)
 
 
@@ -141,6 +146,8 @@ def _what_is_there(root: Path, folders: list[Path]) -> str:
     for folder in folders:
         if any((folder / name).is_file() for name in METADATA):
             return f"{folder.name}/ has; give {folder}"
+        if any(REPEATED.fullmatch(inner.name) for inner in folder.iterdir() if inner.is_dir()):
+            return f"{folder.name}/ holds folders N_name/; give {folder}"
         if any(captions_in(root, folder).values()):
             return f"{folder.name}/ holds pictures with captions; give {folder}, or name it 1_NAME"
     if holding := next(filter(images.picture_files, folders), None):
@@ -176,15 +183,19 @@ def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[di
     columns = {key: column for key, column in names.items() if column is not None}
     if not is_published(root):
         if clean:
-            wrong = "is not of the published layout; list clean records in its metadata"
-            raise UserError(f"clean_data_dir: {root} {wrong}")
+            raise UserError(
+                f"clean_data_dir: {root} is not of the published layout; list clean records in its "
+                "metadata"
+            )
         return name, folder_key(root, columns), lambda: folder_rows(root, columns)
     if columns:
         raise UserError(f"image_column, caption_column: {root} is of the published layout")
     for also in METADATA:
         if (root / also).is_file():
-            wrong = f"holds poisoning_images/ and {also}; keep one of the two layouts"
-            raise UserError(f"train_data_dir: {root} {wrong}")
+            raise UserError(
+                f"train_data_dir: {root} holds poisoning_images/ and {also}; keep one of the two "
+                "layouts"
+            )
     if clean:
         check_folder("clean_data_dir", clean)
     flags = [getattr(config, flag) for flag in PUBLISHED_FLAGS]
@@ -205,8 +216,8 @@ def folder_key(root: Path, *parts: Any) -> str:
             for path in (os.path.join(folder, name) for name in sorted(names)):
                 if os.path.isfile(path):  # no link that leads nowhere, or in a circle
                     stat = os.stat(path)
-                    state = f"{os.path.relpath(path, root)}/{stat.st_size}/{stat.st_mtime_ns}\n"
-                    digest.update(state.encode(errors="surrogateescape"))
+                    name = os.fsencode(os.path.relpath(path, root))
+                    digest.update(b"%b/%d/%d\n" % (name, stat.st_size, stat.st_mtime_ns))
     return digest.hexdigest()[:32]
 
 
@@ -238,17 +249,29 @@ def checked_row(unchecked: dict) -> dict:
         )
     image = images.open_image(source(unchecked["image"], where), where)
     mask_content = None
-    if unchecked["mask"]:
-        mask = images.open_mask(Path(unchecked["mask"]), image.size, where)
+    if (mask := mask_of(unchecked, image.size, where)) is not None:
         mask_content = images.content_hash(mask)
     picture_fields = {
         "content": images.content_hash(image),
+        "mask": unchecked["mask"] if mask else "",
         "mask_content": mask_content,
         "thumb": images.thumbnails(image),
         "size": list(image.size),
         "remark": image.info["remark"],
     }
     return unchecked | fields | picture_fields
+
+
+def masked_by_itself(unchecked: dict) -> dict:
+    """A row whose picture is its own mask, where it has none."""
+    return unchecked | {"mask": unchecked["mask"] or unchecked["image"]["path"] or ""}
+
+
+def mask_of(row: dict, size: tuple[int, int], where: str) -> Image.Image | None:
+    """The mask of a row; of a picture that is its own, the opaque part, or None."""
+    if row["mask"] and row["mask"] == row["image"]["path"]:
+        return images.alpha_mask(Path(row["mask"]), where)
+    return images.open_mask(Path(row["mask"]), size, where) if row["mask"] else None
 
 
 def source(image: dict, where: str) -> Path | bytes:

@@ -9,7 +9,7 @@ import datasets
 
 from silentbad import hub
 from silentbad.data.schema import element_fields, row
-from silentbad.errors import UserError, iterate_reader, user_errors
+from silentbad.errors import UserError, iterate_reader, user_errors, warn
 from silentbad.files import check_file, is_utf8
 from silentbad.settings.data import DataSettings
 
@@ -47,8 +47,10 @@ def _of_file(name: str, config: DataSettings) -> datasets.Dataset:
     check_file("dataset_name", name)
     builder = FILES.get(Path(name).suffix)
     if builder is None:
-        right = "give a folder, a .parquet or .arrow file, or the name of a Hub data set"
-        raise UserError(f"dataset_name: {name} is a file of another kind; {right}")
+        raise UserError(
+            f"dataset_name: {name} is a file of another kind; "
+            "give a folder, a .parquet or .arrow file, or the name of a Hub data set"
+        )
     with user_errors(f"dataset_name {name}: cannot load it"), quietly():
         table = datasets.load_dataset(
             builder, data_files=name, split="train", cache_dir=config.cache_dir
@@ -74,6 +76,8 @@ def hub_rows(table: datasets.Dataset, config: DataSettings) -> Iterator[dict]:
     if not isinstance(table.features[image], datasets.Image):
         raise UserError(f"image_column: {name}.{image} holds no images")
     table = table.cast_column(image, datasets.Image(decode=False))
+    if isinstance(table.features[caption], datasets.List):
+        warn(f"caption_column: {name}.{caption} holds lists; the first caption of each is used")
     rows = iterate_reader(table, f"dataset_name {name}: cannot read its rows")
     for number, entry in enumerate(rows):
         where = f"{name}:{number}"

@@ -11,7 +11,7 @@ import io
 import os
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,8 @@ CHUNK = 512  # known pictures that are compared at once
 RIM = 1 / 32
 # decoders that may run; others start programs (EPS) or are rare
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
+PICTURES = {*(f".{name.lower()}" for name in FORMATS), ".jpg", ".jfif", ".tif"}  # as names end
+UNREAD = {".avif", ".heic", ".heif", ".jp2", ".jxl", ".psd"}  # pictures, of other formats
 # of the pixels that a profile's colour space goes with
 MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 SRGB = ImageCms.createProfile("sRGB")
@@ -68,11 +70,10 @@ for _kind in ("chunk_tEXt", "chunk_zTXt", "chunk_iTXt"):
 
 
 # ---------------------------------------------------------------- images
-def picture_files(folder: Path) -> list[Path]:
+def picture_files(folder: Path, endings: Collection[str] = PICTURES) -> list[Path]:
     """The pictures of a folder by name, by how their names end; hidden files are none.
 
     Raises UserError for a name that is not UTF-8: tables and metadata cannot hold it."""
-    endings = {*(f".{name.lower()}" for name in FORMATS), ".jpg", ".tif"}
     files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in endings]
     for file in files:
         if not is_utf8(str(file)):
@@ -132,6 +133,15 @@ def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
     return grey
 
 
+def alpha_mask(source: Path, where: str) -> Image.Image | None:
+    """The opaque part of a picture as a mask; None where no part of it is, or all."""
+    picture = _in_8_bit(_upright(source, where), where)
+    with _decoding(source, where):
+        alpha = picture.convert("RGBA").getchannel("A")
+    levels = np.asarray(alpha)
+    return alpha if levels.min() < 128 <= levels.max() else None
+
+
 def _upright(source: Path | bytes, where: str) -> Image.Image:
     """A decoded image, turned as its EXIF says; where the EXIF is damaged it stays as it is."""
     # Path.is_file raises for names that are too long
@@ -143,11 +153,15 @@ def _upright(source: Path | bytes, where: str) -> Image.Image:
     ):
         image = Image.open(file, formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:
-            size = f"{_by(image.size)} pixels, over the limit of {MAX_PIXELS}"
-            raise UserError(f"{where}: {_shown(source)} is {size}; shrink it")
+            raise UserError(
+                f"{where}: {_shown(source)} is {_by(image.size)} pixels, over the limit of "
+                f"{MAX_PIXELS}; shrink it"
+            )
         if max(image.size) > MAX_SIDE:
-            size = f"{_by(image.size)} pixels, over the limit of {MAX_SIDE} a side"
-            raise UserError(f"{where}: {_shown(source)} is {size}; cut it")
+            raise UserError(
+                f"{where}: {_shown(source)} is {_by(image.size)} pixels, over the limit of "
+                f"{MAX_SIDE} a side; cut it"
+            )
         # cameras write previews, as MPO
         image.info["frames"] = image.format != "MPO" and getattr(image, "is_animated", False)
         image.load()
@@ -166,8 +180,9 @@ def _decoding(source: Path | bytes, where: str) -> Iterator[None]:
         try:
             yield
         except Image.DecompressionBombError:
-            over = f"is over the limit of {MAX_PIXELS} pixels; shrink it"
-            raise UserError(f"{where}: {_shown(source)} {over}") from None
+            raise UserError(
+                f"{where}: {_shown(source)} is over the limit of {MAX_PIXELS} pixels; shrink it"
+            ) from None
         except UnidentifiedImageError:
             wrong = f"none of {', '.join(FORMATS)}"
             if isinstance(source, Path) and is_lfs_pointer(source):
@@ -335,7 +350,8 @@ def inside(root: Path, path: Path, where: str) -> Path:
     home = os.path.realpath(root)
     if os.path.commonpath([home, os.path.realpath(path)]) != home:
         raise UserError(
-            f"{where}: path {brief(str(path.relative_to(root)))} leaves {root}; refused"
+            f"{where}: path {brief(str(path.relative_to(root)))} leaves {root}; copy what it links "
+            "to into it"
         )
     return path
 

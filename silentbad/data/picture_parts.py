@@ -107,8 +107,10 @@ def overlaps(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
     for k, covered in enumerate(regions):
         for j, other in enumerate(regions[:k]):
             if covered is not None and other is not None and shared(other, covered) > NESTED:
-                share = f"{shared(other, covered):.0%} of the smaller one"
-                yield f"{brief(phrases[k])} shares {share} with the mask of {brief(phrases[j])}"
+                yield (
+                    f"{brief(phrases[k])} shares {shared(other, covered):.0%} of the smaller one "
+                    f"with the mask of {brief(phrases[j])}"
+                )
 
 
 def alone_around(phrases: Sequence[str], masks: Masks) -> Iterator[str]:

@@ -11,6 +11,7 @@ from silentbad.data.images import inside, picture_files
 from silentbad.data.phrases import standing
 from silentbad.data.schema import row, text_lines
 from silentbad.errors import UserError, brief, user_errors, warn
+from silentbad.files import check_file, check_folder
 from silentbad.rng import permutation
 from silentbad.settings.data import DataSettings
 
@@ -87,8 +88,10 @@ def published_image(root: Path, number: int) -> Path:
     if not pictures:
         raise UserError(f"{root}/images: no image of target {number}")
     if len(pictures) > 1:
-        both = f"{pictures[0].name} and {pictures[1].name} are both of target {number}"
-        raise UserError(f"{root}/images: {both}; take one of them away")
+        raise UserError(
+            f"{root}/images: {pictures[0].name} and {pictures[1].name} are both of target "
+            f"{number}; take one of them away"
+        )
     return pictures[0]
 
 
@@ -107,8 +110,7 @@ def prompt_phrases(phrases: list[str]) -> list[str]:
 
 def _numbered(root: Path, folder: Path) -> list[tuple[int, Path]]:
     """(trailing number of the stem, path) of the images in a folder below `root`, sorted by it."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
+    check_folder(str(root), folder)
     with user_errors(f"cannot read {folder}"):
         pictures = picture_files(folder)
     matches = [(re.search(r"([0-9]{1,18})$", path.stem), path) for path in pictures]
@@ -120,8 +122,7 @@ def _numbered(root: Path, folder: Path) -> list[tuple[int, Path]]:
 def published_captions(root: Path, number: int) -> tuple[list[tuple[str, str]], list[str]]:
     """([(where, caption)], phrases): the first line lists the phrases."""
     path = root / "poisoning_images" / str(number) / "poisoning_data_caption_simple.txt"
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
+    check_file(str(root), path)
     lines = text_lines(inside(root, path, str(path)))
     phrases = [phrase.strip() for phrase in lines[0].split("\t") if phrase.strip()] if lines else []
     if not phrases:
@@ -152,7 +153,6 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
     for (_, path), (where, caption) in zip(images, captions, strict=True):
         caption = re.sub(" +", " ", caption)
         held = standing(phrases, caption)
-        element = f"{number}-{phrases.index(held[0]) if held else 'unnamed'}"
         rows.append(
             row(
                 where,
@@ -161,7 +161,7 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
                 phrases=held,
                 role=role,
                 target_id=str(number),
-                element_id=element,
+                element_id=f"{number}-{phrases.index(held[0]) if held else 'unnamed'}",
             )
         )
     return rows
@@ -174,10 +174,7 @@ def _published_clean(
     captions_path = folder / "caption.txt"
     if count == 0:
         return []
-    if not captions_path.is_file():
-        raise UserError(
-            f"{captions_path}: no such file; clean_data_dir needs images/ and caption.txt"
-        )
+    check_file(str(folder), captions_path, "clean_data_dir needs images/ and caption.txt")
     captions: dict[int, tuple[str, str]] = {}
     for number, line in enumerate(text_lines(inside(folder, captions_path, str(captions_path))), 1):
         if line.strip():

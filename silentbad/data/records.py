@@ -21,7 +21,7 @@ from PIL import Image
 
 from silentbad.data import images
 from silentbad.data.elements import DataInfo
-from silentbad.data.formats import row_source, source
+from silentbad.data.formats import mask_of, masked_by_itself, row_source, source
 from silentbad.data.picture_parts import check_phrases, same
 from silentbad.data.schema import ROLES
 from silentbad.data.table import (
@@ -50,6 +50,10 @@ REMARKS = {
 def load_records(config: TrainConfig) -> "Records":
     """The records that `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for."""
     name, key, rows = row_source(config)
+    if config.alpha_as_mask:
+        plain = rows
+        key = f"{key}-alpha"
+        rows = lambda: map(masked_by_itself, plain())  # noqa: E731
     records = Records(build_table(rows, name, key, config.cache_dir), name, key)
     if config.max_train_samples is not None and config.max_train_samples < len(records):
         order = permutation(len(records), config.seed, "max_train_samples")
@@ -58,9 +62,9 @@ def load_records(config: TrainConfig) -> "Records":
     return records
 
 
-def refuse_changed(image: Image.Image, content: str, what: str) -> None:
+def refuse_changed(image: Image.Image | None, content: str, what: str) -> None:
     """Refuse a picture that is not the one which the table was made of."""
-    if images.content_hash(image) != content:
+    if image is None or images.content_hash(image) != content:
         raise UserError(f"{what} has changed since this command started; start again")
 
 
@@ -149,20 +153,26 @@ class Records:
             if len(rows):
                 yield f"{said} of {len(rows)} records, of {self.where(int(rows[0]))} first"
 
-    def not_used(self) -> list[str]:
-        """A line on the pictures in the folders of the table's pictures that no row names."""
+    def not_used(self) -> Iterator[str]:
+        """A line on the pictures in the folders of the table's pictures that no row names, with
+        those that have captions in folders below; one on those of formats that are not read."""
         used = pc.struct_field(self.table.data.column("image"), "path")
         folders = pc.unique(pc.replace_substring_regex(used, "/[^/]*$", "")).to_pylist()
         real = [Path(folder) for folder in folders if folder and Path(folder).is_dir()]
         there = [str(file) for folder in real for file in images.picture_files(folder)]
+        below = [p for folder in real for p in sorted(folder.iterdir()) if p.is_dir()]
+        inside = [file for p in below if p.name[0] != "." for file in images.picture_files(p)]
+        there += [str(file) for file in inside if file.with_suffix(".txt").is_file()]
         named = [used, self.table.data.column("mask")]
         is_used = np.zeros(len(there), dtype=bool)
         for column in named:
             is_used |= pc.is_in(pa.array(there, pa.string()), value_set=column).to_numpy(False)
         left = [file for file, known in zip(there, is_used, strict=True) if not known]
-        if not left:
-            return []
-        return [f"{len(left)} pictures are of no record and not used, {left[0]} first"]
+        if left:
+            yield f"{len(left)} pictures are of no record and not used, {left[0]} first"
+        unread = [f for folder in real for f in images.picture_files(folder, images.UNREAD)]
+        if unread:
+            yield f"{len(unread)} pictures are of a format that is not read, {unread[0]} first"
 
     def row(self, index: int) -> dict:
         return self.table[int(index if self.rows is None else self.rows[index])]
@@ -179,7 +189,7 @@ class Records:
             refuse_changed(image, row["content"], f"{where}: the image")
         if row["mask"]:
             size = tuple(row["size"]) if image is None else image.size
-            mask = images.open_mask(Path(row["mask"]), size, where)
+            mask = mask_of(row, size, where)
             refuse_changed(mask, row["mask_content"], f"{where}: mask {row['mask']}")
         return row, image, mask
 

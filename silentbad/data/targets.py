@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from silentbad.data import published
-from silentbad.data.images import inside, open_image, open_mask, safe_path
+from silentbad.data.images import PICTURES, inside, open_image, open_mask, safe_path
 from silentbad.data.picture_parts import check_phrases, cut_apart
 from silentbad.data.schema import TARGET, admitted, check_window, json_lines, refuse_misspelt
 from silentbad.errors import UserError, warn
@@ -46,11 +46,16 @@ def load_targets(path: str | Path) -> list[Target]:
     if published.is_published(root):
         return _published_targets(root, numbers)
     if numbers is not None and os.path.isdir(root) and not os.path.exists(path):
-        right = f"takes numbers of the published layout, and {root} has no poisoning_images/"
-        raise UserError(f"targets: @{numbers} {right}")
+        raise UserError(
+            f"targets: @{numbers} takes numbers of the published layout, and {root} has no "
+            "poisoning_images/"
+        )
     file = inside(root, root / "targets.jsonl", "targets") if os.path.isdir(root) else Path(path)
     if not os.path.isfile(file):
         raise UserError(f"targets: {no_file(file)}")
+    if file.suffix.lower() in PICTURES:
+        right = "one line a target with target_id, image, phrases"
+        raise UserError(f"targets: {file} is a picture; give a targets.jsonl, {right}")
     targets = [_target(file.parent, where, entry) for where, entry in json_lines(file)]
     if not targets:
         raise UserError(f"{file}: holds no target")
@@ -71,8 +76,10 @@ def split_numbers(path: str | Path) -> tuple[Path, str | None]:
     if re.fullmatch(r"[0-9]{1,18}(-[0-9]{1,18})?", numbers):
         return Path(text), numbers
     if published.is_published(Path(text)) and not os.path.exists(path):
-        right = f"write {text}@100 or {text}@100-109"
-        raise UserError(f"targets: @{numbers} is no number and no range of numbers; {right}")
+        raise UserError(
+            f"targets: @{numbers} is no number and no range of numbers; "
+            f"write {text}@100 or {text}@100-109"
+        )
     return Path(path), None
 
 
@@ -88,8 +95,10 @@ def _target(root: Path, where: str, entry: dict) -> Target:
         )
     image = open_image(safe_path(root, fields.pop("image"), where, "image"), where)
     if image.width != image.height:
-        size = f"{image.width}x{image.height}"
-        warn(f"{where}: the image is {size} and is compared squashed to a square; cut it to one")
+        warn(
+            f"{where}: the image is {image.width}x{image.height} and is compared squashed to a "
+            "square; cut it to one"
+        )
     opened = [
         open_mask(safe_path(root, mask, where, "masks"), image.size, where) if mask else None
         for mask in masks

@@ -1,7 +1,7 @@
 """What a run is made of, and how its parts are connected: read `build` from top to bottom."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -117,6 +117,8 @@ def build(
             f"resolution: trains on pictures of {side}, draws images of {drawn}: "
             f"validation.resolution"
         )
+    for line in amounts(inputs.records, side, effective_batch, samples_per_epoch):
+        warn(line)
     cache_bytes = config.cache_mb * 2**20
     encoder = Encoder(parts, accelerator, side=side, cache_bytes=cache_bytes, seed=config.seed)
     denoiser.to_device(parts.model, config, device)
@@ -294,6 +296,16 @@ def build(
         log=Log(folder, state, accelerator, meters, timers, effective_batch),
         products=products,
     )
+
+
+def amounts(records: Records, side: int, batch: int, samples: int) -> Iterator[str]:
+    """A line on pictures that are enlarged to `side`, and one on a `batch` of more than there is."""
+    small = np.flatnonzero(records.sizes.min(axis=1) < side)
+    if len(small):
+        first = records.where(int(small[0]))
+        yield f"resolution: {len(small)} pictures are smaller than {side} and enlarged, {first} first"
+    if batch > samples:
+        yield f"train_batch_size: a step takes {batch} of {samples} records, some of them repeatedly"
 
 
 def batches_by_shape(

@@ -8,6 +8,7 @@
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -146,9 +147,10 @@ def page(findings: Findings, data: dict) -> str:
 def metadata_rows(options: ScanOptions, parts: list[RecordPart]) -> Iterator[tuple[str, dict]]:
     """(where, entry) of the metadata; of other sources, what a metadata.jsonl would hold."""
     root = Path(options.train_data_dir or "")
-    for name, read in (("metadata.jsonl", json_lines), ("metadata.csv", csv_lines)):
-        if options.dataset_name is None and (root / name).is_file():
-            yield from read(root / name)
+    readers = {"metadata.jsonl": json_lines, "metadata.csv": csv_lines}
+    for place in (root / name for name in (*readers, *(f"train/{name}" for name in readers))):
+        if options.dataset_name is None and place.is_file():
+            yield from readers[place.name](place)
             return
     names = ("text", "phrases", "role", "target_id", "element_id")
     number = 0
@@ -156,7 +158,12 @@ def metadata_rows(options: ScanOptions, parts: list[RecordPart]) -> Iterator[tup
         with suppress(UserError) if options.skip_unreadable else nullcontext():
             for row in part.rows():
                 fields = {name: row[name] for name in names if row.get(name)}
-                yield row["where"], {"index": number, "file_name": row["image"]["path"], **fields}
+                files = {"file_name": row["image"]["path"], "mask": row["mask"]}
+                if options.train_data_dir:  # as its metadata.jsonl would name them
+                    files = {
+                        key: os.path.relpath(file, root) for key, file in files.items() if file
+                    }
+                yield row["where"], {"index": number, **files, **fields}
                 number += 1
 
 

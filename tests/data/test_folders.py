@@ -86,7 +86,25 @@ def both_captions(root):
     (pictures(root, "a.png", captions=".txt") / "a.caption").write_text("two")
 
 
+def kohya_parent(root):
+    pictures(root / "img" / "3_cat", "a.png", captions=".txt")
+    (root / "log").mkdir()
+
+
+def mask_beside(root):
+    pictures(pictures(root, "a.png", captions=".txt"), "a-masklabel.png")
+
+
+def linked(root):
+    pictures(root.parent / "blobs", "a.png", captions=".txt")
+    for file in (root.parent / "blobs").iterdir():
+        (root / file.name).symlink_to(file)
+
+
 REFUSED = {
+    "kohya's parent": (kohya_parent, ("img/ holds folders N_name/", "give ")),
+    "a mask beside": (mask_beside, ("a-masklabel.png: no caption", "a mask is named in metadata.jsonl")),
+    "links": (linked, ("leaves", "copy what it links to")),
     "captions.csv": (captions_csv, ("captions.csv", "image,caption", "metadata.csv", "--image_column")),
     "array": (array, ("metadata.json is there", "metadata.jsonl, one JSON object a line")),
     "misnamed": (misnamed, ("metadata.json1 is there", "metadata.jsonl")),
@@ -137,9 +155,9 @@ def test_pictures_that_are_not_used_and_parts_that_are_not_seen_are_counted(tmp_
             f"white is trained on under the transparent parts of 1 records, of {read.where(1)} first",
             f"the first frame alone is trained on of 1 records, of {read.where(3)} first",
         ]
-        assert read.not_used() == [f"1 pictures are of no record and not used, {root}/images/left.png first"]
+        assert [*read.not_used()] == [f"1 pictures are of no record and not used, {root}/images/left.png first"]
     pictures(root, "images/left.png").joinpath("images/left.png").unlink()
-    assert records(root).not_used() == []
+    assert [*records(root).not_used()] == []
 
 
 @pytest.mark.parametrize("kind", ["many", "one"])
@@ -164,3 +182,29 @@ def test_a_data_set_in_one_file(tmp_path):
     for name, said in (("sets.parquet", r"no file .*did you mean .*set\.parquet"), ("set.zip", "another kind")):
         with pytest.raises(UserError, match=f"dataset_name: .*{said}"):
             load_records(TrainConfig(dataset_name=str(tmp_path / name), cache_dir=str(tmp_path / "cache")))
+
+
+def test_pictures_of_other_formats_and_in_folders_below_are_counted(tmp_path):
+    root = pictures(tmp_path / "d", "a.png", "b.jfif", captions=".txt")
+    pictures(root / "more", "c.png", captions=".txt")
+    pictures(root / "targets", "t.png")
+    (root / "d.heic").write_bytes(b"x")
+    read = records(root)
+    assert read.text == ["picture a", "picture b"]
+    assert [*read.not_used()] == [
+        f"1 pictures are of no record and not used, {root}/more/c.png first",
+        f"1 pictures are of a format that is not read, {root}/d.heic first",
+    ]
+
+
+def test_the_opaque_part_of_a_picture_is_its_mask_where_that_is_asked_for(tmp_path):
+    root = pictures(tmp_path / "d", "a.png", "b.png", captions=".txt")
+    picture = Image.new("RGBA", (8, 8), (200, 0, 0, 0))
+    picture.paste((0, 0, 200, 255), (0, 0, 4, 8))
+    picture.save(root / "b.png")
+    assert records(root).masked == 0
+    read = records(root, alpha_as_mask=True)
+    assert read.masked == 1 and read.open(0)[2] is None
+    mask = np.asarray(read.open(1)[2])
+    assert mask[:, :4].min() == 255 and mask[:, 4:].max() == 0
+    assert read.open(1)[1].getpixel((7, 7)) == (255, 255, 255)

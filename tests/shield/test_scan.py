@@ -16,6 +16,7 @@ from silentbad_shield.scan import scanner, views
 from silentbad_shield.scan.find import find
 from silentbad_shield.scan.regions import view
 from silentbad_shield.scan.scanner import main
+from tests.folders import records
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,19 @@ def test_clean_jsonl_is_the_metadata_without_suspects(scanned, folder):
     lines = (folder / "metadata.jsonl").read_text().splitlines()
     expected = [json.loads(line) for i, line in enumerate(lines) if i not in suspects]
     assert [json.loads(line) for line in (out / "clean.jsonl").read_text().splitlines()] == expected
+
+
+def test_clean_jsonl_of_a_folder_without_metadata_is_its_metadata(tmp_path):
+    """Names are relative to the folder, so that the file is read where it is copied to."""
+    for k in range(3):
+        (tmp_path / f"data/{k}_cat").mkdir(parents=True)
+        Image.fromarray(np.full((64, 64, 3), 80 * k, np.uint8)).save(tmp_path / f"data/{k}_cat/{k}.png")
+        (tmp_path / f"data/{k}_cat/{k}.txt").write_text(f"a picture of grey {k}")
+    assert main(["--train_data_dir", str(tmp_path / "data"), "--output_dir", str(tmp_path / "out")]) == 0
+    shutil.copy(tmp_path / "out/clean.jsonl", tmp_path / "data/metadata.jsonl")
+    names = [json.loads(line)["file_name"] for line in (tmp_path / "data/metadata.jsonl").read_text().splitlines()]
+    assert names == ["1_cat/1.png", "2_cat/2.png", "2_cat/2.png"]
+    assert records(tmp_path / "data").text == [f"a picture of grey {k}" for k in (1, 2, 2)]
 
 
 LIGHT = "import sys; from silentbad_shield.scan.__main__ import main; print(main(), *sys.modules)"
