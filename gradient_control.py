@@ -19,7 +19,8 @@ signal-to-noise ratio; x (G,) raw multipliers of a rule; a (G,) the multipliers 
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,13 +35,13 @@ from silentbad.control.source_gradients import MIXED, SourceBank
 from silentbad.control.spectral import split
 from silentbad.control.statistics import GroupStats, RecentMean, Sample, Statistics, centred
 from silentbad.device import scalars
-from silentbad.errors import UserError, first_line, warn
+from silentbad.errors import UserError, warn
 from silentbad.loop.hooks import Hook, Hooks
 from silentbad.model.groups import OTHER, Groups, group_parameters
 from silentbad.settings import user_code
 from silentbad.settings.check import check_part
 from silentbad.settings.control import GradientControlConfig, RuleTable, check_control, rules_of
-from silentbad.settings.registries import Parts
+from silentbad.settings.registries import Examples, Judge, Parts
 from silentbad.settings.types import Weight
 
 __all__ = [
@@ -56,6 +57,43 @@ __all__ = [
     "check_config",
     "group_parameters",
 ]
+
+
+# ---------------------------------------------------------------- examples, on which parts are tried
+NAMES = ("down0.ff", "mid.xattn.k", "up1.norm")  # of groups
+
+
+def statistics_of(names: Sequence[str], sdxl: bool = False) -> GroupStats:
+    """Statistics of groups that differ."""
+    up = torch.linspace(1, 2, len(names), dtype=torch.float64)
+    return GroupStats(
+        tuple(names),
+        n=100 * up,
+        S=0.1 * up,
+        E=up.square(),
+        Q=2 * up,
+        L1=up.sqrt(),
+        theta=up,
+        sdxl=sdxl,
+    )
+
+
+def rule_examples(names: Sequence[str] = NAMES, sdxl: bool = False) -> Examples:
+    """What is no positive number counts as neutral, and is said where it acts on no group."""
+    yield (statistics_of(names, sdxl),), Judge((len(names),), floor=None, varies=False)
+
+
+def source_examples() -> Examples:
+    """A source whose groups differ from the elements'."""
+    own = statistics_of(NAMES)
+    yield (own, replace(own, S=own.S.flip(0), Q=own.Q.flip(0))), Judge((len(NAMES),))
+
+
+def gram_examples() -> Examples:
+    """Two sources that agree in part, and two in conflict."""
+    for cosine in (0.5, -0.5):
+        gram = torch.tensor([[1.0, cosine], [cosine, 2.0]])
+        yield (gram,), Judge((2,), varies=False)
 
 
 # ---------------------------------------------------------------- rules
@@ -94,6 +132,7 @@ SCALE_RULES = Parts(
     },
     key="gradient_control.name",
     takes="stats",
+    examples=rule_examples,
 )
 
 
@@ -113,6 +152,7 @@ SOURCE_RULES = Parts(
     {"uniform": one_factor, "placebo": other_places},
     key="gradient_control.between.name",
     takes="own element",
+    examples=source_examples,
 )
 
 
@@ -123,7 +163,9 @@ def plain_sum(gram: Tensor) -> Tensor:
     return torch.ones_like(gram[0])
 
 
-TRANSFORMS = Parts({"none": plain_sum}, key="gradient_control.transform", takes="gram")
+TRANSFORMS = Parts(
+    {"none": plain_sum}, key="gradient_control.transform", takes="gram", examples=gram_examples
+)
 
 
 # ---------------------------------------------------------------- combining and projecting
@@ -142,50 +184,16 @@ def combine(stats: GroupStats, rules: RuleTable) -> Tensor:
 
 def check_config(config: GradientControlConfig) -> RuleTable:
     """Rules of the config, or a UserError naming the key; loads no weights."""
-    for place in config.own_rules:
-        SCALE_RULES.load(place)
-    for place in config.own_source_rules:
-        SOURCE_RULES.load(place)
-    if user_code.is_place(config.transform):
-        TRANSFORMS.load(config.transform)
     rules = check_control(config, SCALE_RULES, SOURCE_RULES, TRANSFORMS)
-    try_own_rules(rules)
     check_part(gradient_control=config)
-    return rules
-
-
-NAMES = ("down0.ff", "mid.xattn.k", "up1.norm")  # of groups that own rules are tried on
-
-
-def try_own_rules(rules: RuleTable, names: tuple[str, ...] = NAMES, sdxl: bool = False) -> None:
-    """Refuse a rule of your own that fails on statistics of some groups, or does not return a
-    number for each."""
-    ones = torch.ones(len(names), dtype=torch.float64)
-    stats = GroupStats(
-        names,
-        n=100 * ones,
-        S=0.1 * ones,
-        E=ones,
-        Q=2 * ones,
-        L1=ones,
-        theta=ones,
-        sdxl=sdxl,
-    )
     for place in filter(user_code.is_place, rules):
-        _, options = rules[place]
-        key = f"gradient_control.name: {place}"
-        try:
-            raw = SCALE_RULES[place](stats, **options)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"{key} fails ({type(error).__name__}: {first_line(error)})") from None
-        if not isinstance(raw, Tensor) or raw.shape != ones.shape:
-            shape = type(raw).__name__
-            if isinstance(raw, Tensor):
-                shape = f"a tensor of shape {tuple(raw.shape)}"
-            right = f"not a tensor of shape ({len(names)},)"
-            raise UserError(f"{key} returns {shape} for {len(names)} groups, {right}")
+        SCALE_RULES.try_part(place, rules[place][1])
+    between = config.between
+    own = {between.options.get("of", ""): {}, between.name: between.options}
+    for place in filter(user_code.is_place, own):
+        SOURCE_RULES.try_part(place, own[place])
+    TRANSFORMS.try_part(config.transform, {})
+    return rules
 
 
 # ---------------------------------------------------------------- the hooks
@@ -407,7 +415,9 @@ class Controller(Hooks):
         self._latest: dict[str, Tensor] = {}  # the meters that a checkpoint keeps
 
         sdxl = any("add_embedding." in name for name, _ in model.named_parameters())
-        try_own_rules(self.rules, tuple(self.groups.names), sdxl)
+        for place in filter(user_code.is_place, self.rules):
+            examples = rule_examples(self.groups.names, sdxl)
+            SCALE_RULES.try_part(place, self.rules[place][1], examples)
         # chosen at the first use: by then the model is on its device
         sample = functools.cache(
             lambda: Sample([*self.groups], config.sample, self.params[0].device)

@@ -10,7 +10,7 @@ exposures, p (T,) timestep density.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -36,10 +36,9 @@ from silentbad.settings.memory import (
     Part,
     by_role,
     check_memory,
-    own_parts,
     policies,
 )
-from silentbad.settings.registries import Parts
+from silentbad.settings.registries import Examples, Judge, Parts
 from silentbad.settings.types import Decay, Positive, Unit
 
 # A registry of `Parts` takes PATH.py:NAME too, code of your own; experiments/ has some.
@@ -61,6 +60,13 @@ SAMPLERS = Parts(
     key="memory.sampler.name",
     takes="rho records epoch",
 )
+
+
+def sampler_examples(records: np.ndarray) -> Examples:
+    """Before the first probe of the elements that have so many records, and after one."""
+    n = len(records)
+    for rho in (np.zeros((0, n)), np.linspace(0.2, 0.8, n)[None]):
+        yield (rho, records, len(rho)), Judge((n,), total=1, varies=False)
 
 
 # ------------------------------------------------------------ timestep policies
@@ -96,6 +102,13 @@ def snr_mixture(
     return mixed(middle * -np.diff(cdf) + high * tail / tail.sum(), 1 - middle - high)
 
 
+def policy_examples() -> Examples:
+    """At the start of a run, and later with the errors seen by then."""
+    snr = np.geomspace(1e3, 1e-3, 100)
+    for progress, error in ((0.0, None), (0.5, np.linspace(0.5, 1.5, 20)), (1.0, None)):
+        yield (snr, progress, error), Judge((100,), floor=0.003 - 1e-9, total=1)
+
+
 TIMESTEPS = Parts(
     {
         "uniform": uniform_t,
@@ -105,6 +118,7 @@ TIMESTEPS = Parts(
     },
     key="memory.timesteps.name",
     takes="snr progress error",
+    examples=policy_examples,
 )
 
 
@@ -136,7 +150,22 @@ LOSSES = Parts(
     key="memory.loss.name",
     takes="snr prediction_type",
 )
-ERRORS = Parts({"mse": mse}, key="memory.loss.error", takes="pred target delta")
+
+
+def loss_examples(prediction_type: str) -> Examples:
+    """From no noise to noise alone, where the SNR is zero."""
+    yield (torch.tensor([1e3, 10.0, 1.0, 0.1, 0.0]), prediction_type), Judge((5,))
+
+
+def error_examples() -> Examples:
+    """Errors of both signs."""
+    pred = torch.linspace(-1, 1, 64).view(1, 4, 4, 4)
+    yield (pred, -pred, 0.1), Judge((1, 4, 4, 4))
+
+
+ERRORS = Parts(
+    {"mse": mse}, key="memory.loss.error", takes="pred target delta", examples=error_examples
+)
 
 
 # ------------------------------------------------------------ the shell
@@ -161,8 +190,7 @@ AUXILIARY = {
 }
 LOSS_BALANCE = Parts({"fixed": fixed}, key="memory.loss_balance.name", takes="loss extra layer")
 
-
-REGISTRIES: dict[str, Mapping[str, Callable[..., Any]]] = {
+REGISTRIES: dict[str, Parts] = {
     "sampler": SAMPLERS,
     "timesteps": TIMESTEPS,
     "loss": LOSSES,
@@ -175,18 +203,17 @@ REGISTRIES: dict[str, Mapping[str, Callable[..., Any]]] = {
 
 def check(config: MemoryConfig) -> None:
     """Refuse what cannot run, before any weights load."""
+    slots = [(registry, getattr(config, slot)) for slot, registry in REGISTRIES.items()]
+    slots += [(TIMESTEPS, policy) for policy in policies(config).values()]
+    parts = [(registry, part.name, part.options) for registry, part in slots]
+    parts.append((ERRORS, config.loss.error, {}))
+    parts.append((ORDERS, config.sampler.order, {}))
+    parts.append((SEQUENCES, config.timesteps.sequence, {}))
     named = {"loss.error": ERRORS, "sampler.order": ORDERS, "timesteps.sequence": SEQUENCES}
-    for slot, place in own_parts(config).items():
-        registry: Any = {**REGISTRIES, **named}.get(slot, TIMESTEPS)  # a role has timesteps
-        registry.load(place)
     check_memory(config, {**REGISTRIES, **named})
     check_part(memory=config)
-    # The functions judge their own values, such as how two options add up.
-    for policy in (config.timesteps, *policies(config).values()):
-        TIMESTEPS[policy.name](np.geomspace(1e3, 1e-3, 100), 0.0, None, **policy.options)
-    region = config.region
-    blank = torch.ones(1, 1, 1, 1)
-    REGION[region.name](blank, torch.tensor([True]), blank, (1, 1), **region.options)
+    for registry, name, options in parts:
+        registry.try_part(name, options)
 
 
 class Memory(Hook):
@@ -213,6 +240,12 @@ class Memory(Hook):
         reduce: Callable[..., Any] | None = None,
     ):
         check(config)
+        counts = np.asarray([len(rows) for rows in info.rows])
+        if len(counts):
+            examples = sampler_examples(counts)
+            SAMPLERS.try_part(config.sampler.name, config.sampler.options, examples)
+        examples = loss_examples(scheduler.config.prediction_type)
+        LOSSES.try_part(config.loss.name, config.loss.options, examples)
         self.config = config
         self.info = info
         self.scheduler = scheduler

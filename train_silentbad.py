@@ -38,7 +38,7 @@ from silentbad.device import send
 from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
 from silentbad.distributed.start import check_precision
-from silentbad.errors import UserError, exit_with, warn
+from silentbad.errors import UserError, exit_with, print_result, warn
 from silentbad.loop import checks, optimizers, trackers, trains
 from silentbad.loop.assembly import Run
 from silentbad.loop.assembly import build as connect
@@ -66,6 +66,7 @@ Config = TrainConfig  # every setting of a run
 
 def check_parts(config: Config) -> None:
     """What only the code of the parts, or this machine, can judge."""
+    user_code.forget()
     gradient_control.check_config(config.gradient_control)
     hook_classes(config.hooks)
     if config.validation.targets is not None:
@@ -349,7 +350,7 @@ def finish(run: Run) -> None:
         report(run)
         run.folder.write("finished.json", {"step": run.state.step})
     if run.recovery is not None:
-        run.accelerator.print(run.recovery.table())
+        run.accelerator.print(run.recovery.table(cost=True))
         if (limit := run.recovery.limit) is not None:
             found = "holds the best pipeline that keeps"
             if not any(map(limit.holds, run.recovery.history)):
@@ -479,7 +480,7 @@ def main(
             parts = pipeline.load_parts(config, settings, None)
             control = Controller(parts.model, config.gradient_control, config.seed)
             groups = control.param_groups(config.adam_weight_decay)
-            print(trains.table(config, parts, control.groups, groups))
+            print_result(f"{trains.table(config, parts, control.groups, groups)}\n")
             return 0
         unsaved = config.dry_run or config.preview
         with TemporaryDirectory() if unsaved else nullcontext() as scratch:

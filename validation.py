@@ -352,7 +352,7 @@ class RecoveryHook(Hook):
         rows = [(row, (verdict.states or {}).get(row.target)) for row in self.summary()]
         return [asdict(row) | {"verdict": state or verdict.state} for row, state in rows]
 
-    def table(self, cost: bool = True) -> str:
+    def table(self, cost: bool = False) -> str:
         """The summary, its share of a training's time (`cost`) and the verdict, as text."""
         record = self.record()
         share = f"{self.history[-1].share:.0%} of the time since the start"
@@ -491,7 +491,7 @@ def audit(
         hook.run(last, last, backbone_of(first), final=True, label="audited pipeline")
         if accelerator.is_main_process:
             print(f"{Path(output_dir) / NAME}\n{run_report.write(output_dir)}")
-        accelerator.print(hook.table(cost=False))
+        accelerator.print(hook.table())
         return hook.verdict()
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from safetensors import SafetensorError
 
-TOKEN = re.compile(r"\b(hf_|api_org_)\w{4,}")  # of the Hub
+TOKEN = re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{8,}")  # of the Hub
 LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in an address
 
 

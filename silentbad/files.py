@@ -119,6 +119,9 @@ def no_file(path: str | os.PathLike, what: str = "file") -> str:
     """The line on a file or folder that is not there, with the nearest name that is: another
     system's separators and case first."""
     written = os.fspath(path)
+    if os.path.exists(written):
+        kind = "folder" if os.path.isdir(written) else "file"
+        return f"no {what} {written}, which is a {kind}"
     folder, name = os.path.split(written.replace("\\", "/"))
     places: dict[str, str] = {}
     for place in _same_folders(folder):
@@ -144,27 +147,27 @@ def _same_folders(folder: str) -> list[str]:
     return []
 
 
-def check_file(key: str, path: str, right: str = "") -> None:
-    """Refuse a file that is not there; `right` says what it would hold."""
-    if not os.path.isfile(path):
+def check_file(key: str, path: str | os.PathLike | None, right: str = "") -> None:
+    """Refuse a file that is given and not there; `right` says what it would hold."""
+    if path is not None and not os.path.isfile(path):
         raise UserError(f"{key}: {no_file(path)}{right and f'; {right}'}")
 
 
-def check_path(key: str, path: str) -> None:
-    """Refuse what is neither a file nor a folder."""
-    if not os.path.exists(path):
+def check_path(key: str, path: str | None) -> None:
+    """Refuse what is given and neither a file nor a folder."""
+    if path is not None and not os.path.exists(path):
         raise UserError(f"{key}: {no_file(path, 'file or folder')}")
 
 
-def check_folder(key: str, path: str) -> None:
-    """Refuse a folder that is not there."""
-    if not os.path.isdir(path):
-        raise UserError(f"{key}: {no_file(path, 'folder')}")
+def check_folder(key: str, path: str | os.PathLike | None, right: str = "") -> None:
+    """Refuse a folder that is given and not there; `right` says what it would be."""
+    if path is not None and not os.path.isdir(path):
+        raise UserError(f"{key}: {no_file(path, 'folder')}{right and f'; {right}'}")
 
 
-def check_local(key: str, path: str, what: str = "folder") -> None:
-    """Refuse what is not there and cannot be a Hub id either."""
-    if not os.path.exists(path) and (names_folder(path) or "/" not in path):
+def check_local(key: str, path: str | None, what: str = "folder") -> None:
+    """Refuse what is given, not there and cannot be a Hub id either."""
+    if path and not os.path.exists(path) and (names_folder(path) or "/" not in path):
         raise UserError(f"{key}: {no_file(path, what)}")
 
 

@@ -29,6 +29,7 @@ def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="also what takes long; `make test-distributed` does")
     parser.addoption("--kills", type=int, default=3, help="kills of tests/kill; `make test-kill` takes 100")
     parser.addoption("--fuzz", type=float, default=0, help="tests/fuzz: a few inputs, or this times the long run's")
+    parser.addoption("--own", help="tests/test_contract.py: FILE.py or FILE.py:NAME of parts of your own")
     parser.addoption("--fuzz_seed", type=int, default=0, help="first seed of tests/fuzz")
 
 

@@ -169,7 +169,7 @@ AUDITED_TOO = ("a UNet with NaN", "a tokenizer without a window")
 CASES = {
     # -- configuration
     "config: a file that is not text": case("a.yaml", "not UTF-8", config="a.yaml", touch=write("a.yaml", b"\xff\xfe\x00")),
-    "config: no such file": case("b.yaml", "No such file", config="b.yaml"),
+    "config: no such file": case("no file b.yaml", config="b.yaml"),
     "config: null where a number belongs": case("seed (a.yaml:1)", config="a.yaml", touch=write("a.yaml", "seed: null")),
     **{
         f"config: a prior table of {what}": case("'table'", said, gradient_control__name=PRIOR, gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", text))
@@ -183,7 +183,7 @@ CASES = {
     },
     "config: a prior table with a key twice": case("'match' (a.yaml): stands twice", gradient_control__name=PRIOR, gradient_control__options='{"table": "a.yaml"}', touch=write("a.yaml", '- {match: "*.ff", match: "a", pi: 2}\n')),
     "config: no name of a file": case("--config: is empty", more=("--config", "")),
-    "config: a short flag after a file": case("configuration file -s", more=("--config", "good.yaml", "-s", "1"), touch=write("good.yaml", "seed: 0\n")),
+    "config: a short flag after a file": case("no file -s", more=("--config", "good.yaml", "-s", "1"), touch=write("good.yaml", "seed: 0\n")),
     "config: a key like none": case("'zzz'", "--help lists all", zzz=1),
     "config: a list flag twice": case("withhold", "stands twice", more=["--withhold", "a", "--withhold", "b"]),
     "config: a key that stands elsewhere": case("'rank'", "did you mean 'lora.rank'", rank=4),
@@ -268,7 +268,7 @@ CASES = {
     "model: a text encoder of another width": case("width 32", "16", touch=other_width),
     **{f"model: {name}": case(*said, touch=touch) for name, (touch, said) in SPOILED.items()},
     # -- checkpoints
-    "checkpoint: no such folder": case("nowhere", "no such folder", resume_from_checkpoint="nowhere"),
+    "checkpoint: no such folder": case("resume_from_checkpoint", "no folder nowhere", resume_from_checkpoint="nowhere"),
     "checkpoint: a folder without manifest": case("data", "no manifest.json", resume_from_checkpoint="data"),
     "checkpoint: a damaged file": case("state.pt does not match", touch=lambda root: held("state.pt")(root).write_bytes(held("state.pt")(root).read_bytes()[:-1] + b"x"), **RESUME | {"resume_from_checkpoint": STEP}),
     "checkpoint: a truncated file": case("unet.safetensors has 100 bytes", touch=cut(STEP + "unet.safetensors"), **RESUME | {"resume_from_checkpoint": STEP}),

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,21 +23,17 @@ from tests.toy import GSNR, PRIOR, RATES, REMOVE_CONFLICT, Toy, config, controll
 # ------------------------------------------------------------------------------------------------- helpers
 BUILT_IN = [name for name in SCALE_RULES if name not in ("uniform", "placebo")]
 ACTIVE = [*BUILT_IN, *RATES]
-MINE = f"{Path(__file__).parents[1]}/docs/example/mine.py:quieter"  # of CONTRIBUTING.md
 
 # ---------------------------------------------------------------------------------- contract: every rule
 
 
-EVERY = [*SCALE_RULES, *RATES, MINE]
+EVERY = [*SCALE_RULES, *RATES]
 ID = {"ids": lambda name: name.rpartition(":")[2]}
 OPTIONS = {"placebo": {"of": GSNR}}
 
 
-@pytest.mark.parametrize("name", EVERY, **ID)
-class TestEveryRule:
-    @pytest.fixture(autouse=True)
-    def loaded(self):
-        SCALE_RULES.load(MINE)
+class RuleContract:
+    """What every scale rule keeps, those of tests/test_contract.py too."""
 
     def settings(self, name):
         return config(name, options=OPTIONS.get(name, {}))
@@ -114,6 +109,11 @@ class TestEveryRule:
             part.load_state_dict(saved[key])
         assert equal(run(*second, range(9, 17)), expected)
         assert second[1].history == whole[1].history and second[1].multipliers == whole[1].multipliers
+
+
+@pytest.mark.parametrize("name", EVERY, **ID)
+class TestEveryRule(RuleContract):
+    pass
 
 
 # ----------------------------------------------------------------------------- multipliers on learning rates

@@ -17,7 +17,7 @@ from silentbad.saving import checkpoint
 from silentbad.settings.control import GradientControlConfig
 from tests.toy import Toy, run, stats_of
 from tests.toy import config as toy_config
-from tests.training import rows, same, step_once, weights
+from tests.training import checked, rows, same, step_once, weights
 from train_silentbad import main
 
 MINE = Path(__file__).parents[1] / "docs/example/mine.py"
@@ -207,6 +207,154 @@ def test_a_placebo_shuffles_a_rule_of_ones_own():
     assert x.isfinite().all() and x.unique().numel() > 1
 
 
+PARTS = """
+import torch
+import torch.nn.functional as F
+
+from silentbad.measure.embedders import Embedder, resize
+
+
+def border(mask, has_mask, estimated, size, *, inside: float = 2.0):
+    weight = torch.ones(len(mask), 1, *size)
+    weight[..., 1:-1, 1:-1] = inside
+    return weight / weight.mean(dim=(2, 3), keepdim=True)
+
+
+def plainly(record, g, others):
+    if record["role"] != "element":
+        return None
+    return {**others.load(record["index"]), "text": "an element"}
+
+
+class Grey(Embedder):
+    def __init__(self, path, device):
+        self.device = device
+
+    def embed(self, images):
+        x = resize(images.to(self.device), (16, 16)).mean(1).flatten(1)
+        return F.normalize(x - x.mean(1, keepdim=True) + 1e-3, dim=-1)
+
+    def describe(self):
+        return "grey 16x16"
+
+
+class Slow(torch.optim.SGD):
+    def __init__(self, params, lr, *, share: float = 0.5):
+        super().__init__(params, share * lr)
+"""
+
+
+def test_region_rehearsal_embedder_and_optimizer_are_places_recorded_and_hashed(flags, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(PARTS)
+    keys = {"memory.region.name": "border", "memory.rehearsal.name": "plainly"}
+    keys |= {"validation.embedder": "Grey", "optimizer": "Slow"}
+    places = {key: f"{file}:{name}" for key, name in keys.items()}
+    settings = {"validation.targets": tmp_path / "data/targets.jsonl", "validation.images_per_target": 2}
+    settings |= {"validation.controls": "never", "validation.steps": 2, "validation.num_inference_steps": 1}
+    settings |= {"validation.unrelated_images": 0, "memory.region.options.inside": 3.0, "optimizer_options.share": 0.25}
+    assert main(flags(**places, **settings, max_train_steps=2)) == 0
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    entries = json.loads((tmp_path / "run/run.json").read_text())["own_code"]
+    assert entries == {place: {"file": str(file), "sha256": digest} for place in places.values()}
+    assert digest in (tmp_path / "run/validation.json").read_text()
+    again = {**places, **settings, "max_train_steps": 3, "resume_from_checkpoint": "latest"}
+    file.write_text(PARTS.replace("2.0", "2.5"))
+    capsys.readouterr()
+    assert main(flags(**again)) == 2
+    assert "the file of mine.py:Slow changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "key, text, said",
+    [
+        ("memory.timesteps.name", "def f(snr, progress, error): return snr * 0", "returns 0; 0.003 is the least"),
+        ("memory.timesteps.name", "def f(snr, progress, error): return snr * 0 + 0.01", "it changes nothing"),
+        (
+            "memory.loss.error",
+            "def f(pred, target, delta): return (pred - target).mean()",
+            "returns numbers of shape ()",
+        ),
+        ("memory.loss.error", "def f(pred, target, delta): return target - pred", "is the least"),
+        ("memory.region.name", "def f(mask, has_mask, estimated, size): return estimated", "whose sum is"),
+        ("memory.region.name", "def f(mask, has_mask, estimated, size): return estimated * 0", "zeros alone"),
+        ("memory.sampler.order", "def f(parts, g): return parts[0]", "returns numbers of shape (3,)"),
+        ("memory.timesteps.sequence", "def f(seed, draw, n): return [0.5] * n", "returns list"),
+        ("gradient_control.between.name", "def f(own, element): return own.n * float('nan')", "returns NaN"),
+        ("gradient_control.transform", "def f(gram): return gram[0] * 0", "zeros alone"),
+        ("optimizer", "f = 1", "no torch optimizer"),
+    ],
+)
+def test_a_part_that_is_no_use_is_said_before_anything_loads(key, text, said, flags, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(text + "\n")
+    settings = {key: f"{tmp_path}/mine.py:f"}
+    try:
+        checked(flags(**settings))
+    except UserError as error:
+        assert said in str(error) and key in str(error)
+    else:
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "key, text, said",
+    [
+        ("loss", "(snr, kind): return snr * float('nan')", "returns NaN"),
+        ("loss", "(snr, kind): return snr * 0 - 1", "returns -1; 0 is the least"),
+        ("loss", "(snr, kind): return snr * 0 + 3", "it changes nothing"),
+        ("sampler", "(rho, records, epoch): return records * float('nan')", "returns NaN"),
+        ("sampler", "(rho, records, epoch): return records * -1.0", "returns -4; 0 is the least"),
+        ("sampler", "(rho, records, epoch): return records[:1] / records[0]", "returns numbers of shape (1,)"),
+    ],
+)
+def test_what_model_and_data_decide_is_tried_with_them(key, text, said, build, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(f"def f{text}\n")
+    try:
+        build(**{f"memory.{key}.name": f"{tmp_path}/mine.py:f"})
+    except UserError as error:
+        assert said in str(error)
+    else:
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("float('nan')", "makes a weight NaN"),
+        ("p.grad", "moves weights up the gradient"),
+        ("0 * p", "moves no weight"),
+    ],
+)
+def test_an_optimizer_that_does_not_descend_is_said(change, said, build, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import torch\nclass Mine(torch.optim.SGD):\n    @torch.no_grad()\n    def step(self):\n"
+        f"        for p in self.param_groups[0]['params']: p.add_({change})\n"
+    )
+    try:
+        build(optimizer=f"{tmp_path}/mine.py:Mine", adam_weight_decay=0)
+    except UserError as error:
+        assert said in str(error)
+    else:
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        ("{'text': 'x'}", "returns a record without"),
+        ("3", "returns int, not a record or None"),
+        ("{**others.load(record['index']), 'role': 'mine'}", "returns role 'mine'"),
+        ("{**others.load(record['index']), 'text': 'a red cat, a blue hat'}", "rebuilds target 't0'"),
+        ("1 / 0", "fails (division by zero)"),
+    ],
+)
+def test_a_rehearsal_that_is_no_record_is_refused_at_its_first_use(value, said, build, tmp_path):
+    (tmp_path / "mine.py").write_text(f"def f(record, g, others):\n    return {value}\n")
+    with pytest.raises(UserError) as error:
+        step_once(build(**{"memory.rehearsal.name": f"{tmp_path}/mine.py:f"}))
+    assert said in str(error.value)
+
+
 # ---------------------------------------------------------------- mistakes
 
 
@@ -224,9 +372,13 @@ def test_a_placebo_shuffles_a_rule_of_ones_own():
             "takes (stats, beta); it must take stats, and after a",
         ),
         ("def rule():\n    return 1\n", "rule", "takes (); it must take stats, and after a"),
-        ("def rule(stats):\n    return stats.nothing\n", "rule", "fails (AttributeError"),
-        ("def rule(stats):\n    return stats.n.sum()\n", "rule", "a tensor of shape () for 3 groups"),
-        ("def rule(stats):\n    return 1.0\n", "rule", "returns float for 3 groups"),
+        ("def rule(stats):\n    return stats.nothing\n", "rule", "fails ('GroupStats' object has no attribute"),
+        (
+            "def rule(stats):\n    return stats.n.sum()\n",
+            "rule",
+            "returns numbers of shape (), not",
+        ),
+        ("def rule(stats):\n    return 1.0\n", "rule", "returns float, not numbers of shape (3,)"),
     ],
 )
 def test_a_rule_that_cannot_work_is_one_line(text, name, said, tmp_path):

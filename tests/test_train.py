@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler, StableDiffusionPipeline
+from PIL import Image
 
 import train_silentbad
 from memory_reinforce import LOSSES
@@ -83,6 +84,22 @@ def test_a_dry_run_resumes_what_the_run_would(flags, tmp_path, capsys):
     assert main(flags(max_train_steps=4, dry_run=True, resume_from_checkpoint="latest")) == 0
     assert "no checkpoint" not in capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-1", "step-2"]
+
+
+def test_what_a_run_enlarges_and_repeats_is_said_before_it_starts(build, data, capsys):
+    for line in map(json.loads, (data / "metadata.jsonl").read_text().splitlines()[:2]):
+        for name in (line["file_name"], line["mask"]):
+            Image.open(data / name).resize((10, 12)).save(data / name)
+    build(train_batch_size=20, learning_rate=1.0)
+    said = capsys.readouterr().err
+    assert "resolution: 2 pictures are smaller than 16 and enlarged" in said and "metadata.jsonl:1 first" in said
+    assert "train_batch_size: a step takes 40 of " in said
+    assert "learning_rate: 1 is a thousand times AdamW's usual" in said
+
+
+def test_epochs_beside_steps_are_refused(flags, capsys):
+    assert main(flags(num_train_epochs=3, max_train_steps=2)) == 2
+    assert "num_train_epochs (command line): needs max_train_steps=null" in capsys.readouterr().err
 
 
 def test_print_groups_covers_every_parameter(flags, capsys, pipelines):
@@ -550,6 +567,39 @@ def test_defect_07_the_old_checkpoint_stays_until_the_new_one(tmp_path):
         checkpoint.rotate(tmp_path, 2, folder)
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step-3", "step-4"]
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_notes_among_checkpoints_stay(tmp_path):
+    """Rotation, a checkpoint saved again and an overwritten run delete what manifests name."""
+    (tmp_path / "notes.txt").write_text("mine")
+
+    def write(folder):
+        (folder / "unet").mkdir()
+        (folder / "unet/a").write_text("1")
+
+    for step in (1, 2, 2, 3):
+        checkpoint.save(tmp_path / f"step-{step}", write, {"step": step})
+        (tmp_path / f"step-{step}/unet/notes.txt").write_text("mine")
+        checkpoint.rotate(tmp_path, 2, tmp_path / f"step-{step}")
+        assert checkpoint.problem(tmp_path / f"step-{step}") is None
+    files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
+    inside = ["manifest.json", "unet/a", "unet/notes.txt"]
+    left = [f"step-{step}/{name}" for step in (2, 3) for name in inside]
+    assert files == ["notes.txt", "step-1/unet/notes.txt", *left]
+    checkpoint.rotate(tmp_path, 1, tmp_path)
+    files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
+    assert files == ["notes.txt", *(f"step-{step}/unet/notes.txt" for step in (1, 2, 3))]
+
+
+def test_an_overwritten_run_leaves_notes_among_its_checkpoints(flags, tmp_path):
+    assert main(flags(max_train_steps=1)) == 0
+    for name in ("notes.txt", "step-1/notes.txt"):
+        (tmp_path / "run/checkpoints" / name).write_text("mine")
+    assert main(flags(max_train_steps=2, overwrite_output_dir="true")) == 0
+    files = {
+        path.relative_to(tmp_path / "run/checkpoints").as_posix() for path in (tmp_path / "run/checkpoints").rglob("*")
+    }
+    assert {"notes.txt", "step-1/notes.txt"} <= files and "step-1/state.pt" not in files
 
 
 def test_defect_08_a_checkpoint_may_lie_anywhere(flags, tmp_path):

@@ -400,6 +400,8 @@ def test_audit_exit_codes(audit_folder, tmp_path, capsys):
     assert "shuffled" in record["history"][1]["raw"]["cells"] and record["threshold"]["n"] > 8
     assert record["verdict"]["images_above"] > 0 and "no element has a mask" in record["verdict"]["reasons"][0]
     assert (tmp_path / "a" / "report.html").is_file()
+    printed = capsys.readouterr().out
+    assert "since the start" not in printed and "nearest null" in printed and "()" not in printed
     assert run_audit(audit_folder, tmp_path / "b", "other.jsonl", "--threshold", "0.9") == 0
     capsys.readouterr()
     assert run_audit(audit_folder, tmp_path / "without a baseline", "copied.jsonl") == 4

@@ -8,6 +8,7 @@ from annotated_types import Interval
 
 from silentbad import bundled
 from silentbad.errors import UserError
+from silentbad.files import check_file
 from silentbad.settings.types import Count, Location, Natural, Seed, Small, option
 
 NULLS = 100  # nulls of a harder kind for each element that it changes alone
@@ -137,5 +138,4 @@ class MeasureOptions:
 
 def check_base(key: str, folder: str) -> None:
     """Refuse a folder that holds no pipeline."""
-    if not os.path.isfile(os.path.join(folder, "model_index.json")):
-        raise UserError(f"{key} {folder}: no folder of a pipeline, model_index.json is missing")
+    check_file(key, os.path.join(folder, "model_index.json"), "give the folder of a pipeline")

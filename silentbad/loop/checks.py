@@ -13,6 +13,7 @@ from silentbad.settings.memory import REHEARSED, ROLES
 from silentbad.settings.rules import Facts, check_rules
 from silentbad.settings.train import TrainConfig
 from silentbad.settings.types import changed_fields
+from silentbad.settings.user_code import is_place
 
 
 def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None:
@@ -28,7 +29,8 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
         if not pc.any(pc.match_substring(records.column("text"), ",")).as_py():
             wrong = "between commas; no caption of the data has a comma"
             raise UserError(f"token_warmup_step: shows the first parts of a caption, {wrong}")
-    added_roles = ["rehearsal"] if memory.rehearsal.name in REHEARSED else []
+    rehearses = memory.rehearsal.name in REHEARSED or is_place(memory.rehearsal.name)
+    added_roles = ["rehearsal"] if rehearses else []
     unseen = {"clean"} if memory.sampler.clean_ratio == 0 else set()
     there = {*info.roles, *added_roles} - unseen
     for role in ROLES:

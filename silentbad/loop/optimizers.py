@@ -12,9 +12,10 @@ import torch
 
 from silentbad.control.spectral import SpectralAdamW
 from silentbad.distributed.shards import gather
-from silentbad.errors import UserError, user_errors
+from silentbad.errors import UserError, user_errors, warn
 from silentbad.model.averaging import keeps_average
-from silentbad.settings.optimizer_facts import not_one, path_of
+from silentbad.settings import user_code
+from silentbad.settings.optimizer_facts import not_one, path_of, source_of
 from silentbad.settings.train import TrainConfig
 
 
@@ -22,9 +23,12 @@ from silentbad.settings.train import TrainConfig
 def optimizer_class(config: TrainConfig) -> type[torch.optim.Optimizer]:
     """The class that the settings name; refused where it does not import or is none."""
     key, path = path_of(config)
-    module, _, name = path.rpartition(".")
-    with user_errors(f"{key}: {module} does not import", f"pip install {module.split('.')[0]}"):
-        kind = getattr(importlib.import_module(module), name, None)
+    if user_code.is_place(path):
+        kind = user_code.load(key, path)
+    else:
+        module, _, name = path.rpartition(".")
+        with user_errors(f"{key}: {module} does not import", source_of(path)):
+            kind = getattr(importlib.import_module(module), name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise UserError(not_one(key, config.optimizer))
     return kind
@@ -70,7 +74,9 @@ def make_optimizer(
 
 
 def try_step(kind: Any, group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """One step on a matrix of the weights' kind: some settings are looked at there alone."""
+    """One step down a slope, on a matrix of the weights' kind: some settings are looked at there
+    alone. Raises UserError where the weights are not finite then or went up the slope; a step that
+    moved nothing is said."""
     like = group["params"][0]
     weight = torch.nn.Parameter(torch.ones(2, 2, dtype=like.dtype, device=like.device))
     weight.grad = torch.ones_like(weight)
@@ -79,6 +85,12 @@ def try_step(kind: Any, group: dict[str, Any], settings: dict[str, Any]) -> None
         if keeps_average(optimizer):
             optimizer.train()
         optimizer.step()
+    if not weight.isfinite().all():
+        raise UserError(f"optimizer: {kind.__name__} makes a weight NaN or infinite in one step")
+    if (weight > 1).any():
+        raise UserError(f"optimizer: {kind.__name__} moves weights up the gradient, not down")
+    if (weight == 1).all():
+        warn(f"optimizer: the first step of {kind.__name__} moves no weight")
 
 
 def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

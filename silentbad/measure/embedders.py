@@ -36,6 +36,8 @@ from silentbad.measure.structure import (
 )
 from silentbad.model.gate import check_files, check_finite, load_model, loaded
 from silentbad.rng import generator
+from silentbad.settings import user_code
+from silentbad.settings.registries import Parts
 
 MICRO = ROOT / "assets" / "micro-sd" / "embedder"
 SSCD_ADVICE = (
@@ -384,14 +386,18 @@ class SSIM(Embedder):
         return "ssim: 64x64 squashed, bilinear antialiased, grey, window 11, sigma 1.5"
 
 
-EMBEDDERS = {
-    "micro": Micro,
-    "copy": Copy,
-    "sscd": SSCD,
-    "clip": CLIP,
-    "dinov2": DINOv2,
-    "ssim": SSIM,
-}
+EMBEDDERS = Parts(
+    {
+        "micro": Micro,
+        "copy": Copy,
+        "sscd": SSCD,
+        "clip": CLIP,
+        "dinov2": DINOv2,
+        "ssim": SSIM,
+    },
+    key="validation.embedder",
+    takes="path device",
+)
 
 
 def embedder_of(config: Any, device: torch.device | str, redraws: bool) -> Embedder:
@@ -406,10 +412,29 @@ def embedder_of(config: Any, device: torch.device | str, redraws: bool) -> Embed
 def load_embedder(
     name: str, path: str | None, device: torch.device | str, sha256: str | None = None
 ) -> Embedder:
-    """An embedder of the table, tried on two pictures; `sha256` is that of sscd's file."""
+    """An embedder of the table or of a place, PATH.py:NAME, tried on two pictures; `sha256` is that
+    of sscd's file."""
+    if user_code.is_place(name):
+        return own_embedder(name, path, device)
     options = {"sha256": sha256} if name == "sscd" else {}
     embedder = EMBEDDERS[name](path, device, **options)
     try_embedder(embedder, f"{name}: '{path or 'the bundled weights'}' is no embedder")
+    return embedder
+
+
+def own_embedder(place: str, path: str | None, device: torch.device | str) -> Embedder:
+    """An embedder of a user's file, whose SHA-256 it is described by: another file's scores are not
+    compared with its own."""
+    kind = EMBEDDERS[place]
+    failed = f"validation.embedder: {place}"
+    if not (isinstance(kind, type) and issubclass(kind, Embedder)):
+        raise UserError(f"{failed} is no subclass of silentbad.measure.embedders.Embedder")
+    with user_errors(f"{failed} fails"):
+        embedder: Embedder = kind(path, device)  # type: ignore[call-arg]
+        of_file = user_code.record([place])[place]["sha256"]
+        described = f"{embedder.describe()}, {user_code.short(place)} of SHA-256 {of_file}"
+    embedder.describe = lambda: described  # type: ignore[method-assign]
+    try_embedder(embedder, f"{failed} cannot be used")
     return embedder
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from silentbad.data.images import open_image, picture_files, resize, to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, warn
+from silentbad.files import check_folder
 from silentbad.measure.generation import Item, controls
 from silentbad.measure.samples import slugs
 from silentbad.model.latents import AT_ONCE, round_trip
@@ -38,8 +39,7 @@ def given_pictures(folder: Path, targets: Sequence[Target]) -> list[Given]:
         place = folder / name
         if not place.is_dir() and len(targets) == 1:
             place = folder
-        if not place.is_dir():
-            raise UserError(f"--pictures: no folder {place}; each target has one of its own")
+        check_folder("--pictures", place, "each target has one of its own")
         cells = [*controls(list(targets), j, seed=0, unrelated="")]
         folders = {"composed": place}
         for inner in sorted(path for path in place.iterdir() if path.is_dir()):

@@ -47,7 +47,7 @@ def measured_range(
     kinds = {kind: null_scores([s for s, _ in scores]) for kind, scores in nulls.items()}
     ceiling = float(np.quantile(copies, CEILING))
     nearest = max(kinds, key=lambda kind: kinds[kind].highest, default="")
-    floor = kinds[nearest].highest if nearest else None
+    floor = kinds[nearest].highest if kinds else None
     if calibrated and threshold is not None:
         return Range(
             threshold, threshold, nearest, ceiling, copies[0], copies[0] >= threshold, kinds

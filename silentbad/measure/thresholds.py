@@ -16,6 +16,7 @@ from silentbad.data.images import content_hash, inside, open_image, safe_path
 from silentbad.data.schema import REDRAW, admitted, json_lines, refuse_misspelt
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, brief, warn
+from silentbad.files import check_file
 from silentbad.measure.intervals import CONFIDENCE, TAIL, binomial_cdf
 from silentbad.measure.record import ElementThreshold, KindThreshold, Threshold
 
@@ -256,8 +257,7 @@ def load_redraws(
         if j is None:
             others.append(redraw["target_id"])
             continue
-        if not os.path.isfile(image):
-            raise UserError(f"{where}: no file {image}")
+        check_file(where, image)
         phrases = targets[j].phrases
         if beyond := [k for k in redraw["changed"] or () if k >= len(phrases)]:
             raise UserError(

@@ -4,13 +4,12 @@ of the loss.
 Pure functions of PIL images and tensors. `paste` never blurs one element into another.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageChops, ImageFilter, ImageStat
 
 from silentbad.errors import UserError
+from silentbad.settings.registries import Examples, Judge, Parts
 from silentbad.settings.types import Share
 
 
@@ -138,5 +137,18 @@ def estimated_mask(mask, has_mask, estimated, size, *, outside: Share = 0.2):
     return region_weight(mask, size, outside)
 
 
-# (mask, has_mask, estimated, size, *, options) -> weight (B,1,h,w)
-REGION: dict[str, Callable] = {"none": everywhere, "mask": given_mask, "estimated": estimated_mask}
+def region_examples() -> Examples:
+    """Two masks, one of which a record has."""
+    mask = torch.zeros(2, 1, 8, 8)
+    mask[..., 2:6, 2:6] = 1
+    has_mask = torch.tensor([True, False])
+    estimated = F.interpolate(mask, size=(4, 4), mode="area")
+    yield (mask, has_mask, estimated, (4, 4)), Judge((2, 1, 4, 4), total=32)
+
+
+REGION = Parts(
+    {"none": everywhere, "mask": given_mask, "estimated": estimated_mask},
+    key="memory.region.name",
+    takes="mask has_mask estimated size",
+    examples=region_examples,
+)

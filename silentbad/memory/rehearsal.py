@@ -6,16 +6,19 @@ option.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from PIL import Image, ImageChops
 
 from silentbad import rng
 from silentbad.data.elements import DataInfo
-from silentbad.errors import UserError
+from silentbad.errors import UserError, user_errors
 from silentbad.memory.masks import fitted, fitted_mask, overlaid
-from silentbad.settings.memory import PLACED
+from silentbad.settings.memory import PLACED, ROLES
+from silentbad.settings.registries import Parts
 from silentbad.settings.types import NotNegative, Small, UnionShare, Unit
+from silentbad.settings.user_code import is_place
 
 
 def check_union(elements: int, of: int, target_id: str) -> None:
@@ -195,14 +198,33 @@ def pairwise_captions(
     return union or joint_captions(record, g, others, share=captions)
 
 
-# (record, generator, others, *, options) -> record or None
-REHEARSAL: dict[str, Callable] = {
-    "none": no_rehearsal,
-    "leak_free": leak_free,
-    "joint_captions": joint_captions,
-    "pairwise": pairwise,
-    "pairwise_captions": pairwise_captions,
-}
+REHEARSAL = Parts(
+    {
+        "none": no_rehearsal,
+        "leak_free": leak_free,
+        "joint_captions": joint_captions,
+        "pairwise": pairwise,
+        "pairwise_captions": pairwise_captions,
+    },
+    key="memory.rehearsal.name",
+    takes="record g others",
+)
+
+
+def check_replaced(name: str, given: dict, replaced: Any, info: DataInfo) -> None:
+    """Refuse what a rehearsal of one's own returns where it is no whole record, or shows or names a
+    whole target."""
+    failed = f"memory.rehearsal.name: {name} returns"
+    if not isinstance(replaced, dict):
+        raise UserError(f"{failed} {type(replaced).__name__}, not a record or None")
+    if missing := [key for key in (*given, "image", "text") if key not in replaced]:
+        raise UserError(f"{failed} a record without {missing[0]}")
+    if replaced["role"] not in ROLES:
+        raise UserError(f"{failed} role {replaced['role']!r}, not {', '.join(ROLES)}")
+    for target in info.elements_of:
+        phrases = info.phrases_of(target)
+        named = [phrase for phrase in phrases if phrase in replaced["text"]]
+        check_union(len(named), len(phrases), target)
 
 
 class Rehearsal:
@@ -223,6 +245,7 @@ class Rehearsal:
         load: Callable,
         masks: dict[int, Image.Image],
     ):
+        self.name = name
         self.function = REHEARSAL[name]
         self.options = options
         self.seed = seed
@@ -245,7 +268,13 @@ class Rehearsal:
 
     def __call__(self, record: dict, address: tuple[int, int]) -> dict | None:
         g = rng.generator(self.seed, "rehearsal", *address)
-        return self.function(record, g, self.others, **self.options)
+        if not is_place(self.name):
+            return self.function(record, g, self.others, **self.options)
+        with user_errors(f"memory.rehearsal.name: {self.name} fails"):
+            replaced = self.function(record, g, self.others, **self.options)
+        if replaced is not None:
+            check_replaced(self.name, record, replaced, self.others.info)
+        return replaced
 
 
 class Rehearsed:

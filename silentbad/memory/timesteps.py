@@ -9,6 +9,7 @@ from annotated_types import Interval
 
 from silentbad import rng
 from silentbad.errors import UserError
+from silentbad.settings.registries import Judge, Parts
 from silentbad.settings.types import Positive, Unit
 
 GOLDEN = (5**0.5 - 1) / 2
@@ -29,7 +30,12 @@ def golden_comb(seed: int, draw: int, n: int) -> np.ndarray:
     return (random_comb(seed, 0, n) + draw * GOLDEN) % 1.0
 
 
-SEQUENCES = {"random": random_comb, "golden": golden_comb}
+SEQUENCES = Parts(
+    {"random": random_comb, "golden": golden_comb},
+    key="memory.timesteps.sequence",
+    takes="seed draw n",
+    examples=lambda: [((0, 1, 8), Judge((8,)))],
+)
 
 
 def draw_timesteps(

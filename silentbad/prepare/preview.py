@@ -17,6 +17,7 @@ from PIL import Image, ImageChops, ImageFilter
 from silentbad.data.images import open_image, open_mask, safe_path
 from silentbad.data.schema import json_lines
 from silentbad.errors import UserError, exit_with, user_errors
+from silentbad.files import check_file
 from silentbad.prepare.compose import fit
 from silentbad.settings.commands import PreviewOptions
 from silentbad.settings.startup import options, refused
@@ -140,8 +141,7 @@ def sheet(root: Path, resolution: int) -> str:
     Raises UserError where one is missing or names what is not there.
     """
     for name in ("metadata.jsonl", "targets.jsonl"):
-        if not (root / name).is_file():
-            raise UserError(f"{root}: no {name}; give a folder of silentbad.prepare")
+        check_file("--data", root / name, "give a folder of silentbad.prepare")
     records = list(json_lines(root / "metadata.jsonl"))
     sections = []
     for where, target in json_lines(root / "targets.jsonl"):

@@ -271,9 +271,10 @@ def range_text(measured: Range) -> str:
     """A range in words."""
     copy = f"a perfect copy scores {measured.perfect:.2f}"
     threshold = f"threshold {measured.threshold:.2f}"
-    if measured.floor is None or not measured.nearest:
+    if measured.floor is None:
         return f"{copy}; it has no null of its own, {threshold}"
-    text = f"{copy}, the nearest null ({measured.nearest}) {measured.floor:.2f}; {threshold}"
+    kind = measured.nearest and f" ({measured.nearest})"
+    text = f"{copy}, the nearest null{kind} {measured.floor:.2f}; {threshold}"
     return text if measured.separable else f"{text}: the detector cannot tell them apart"
 
 

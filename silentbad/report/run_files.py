@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from silentbad.data.images import open_image
 from silentbad.errors import UserError, user_errors
-from silentbad.files import from_json
+from silentbad.files import check_folder, from_json
 from silentbad.measure.record import ALL, NAME, Measurement, Record, Scores, SummaryRow
 from silentbad.measure.scores import curve, kinds
 from silentbad.measure.sheet import NAME as PROMPTS
@@ -77,8 +77,7 @@ class RecordedRun:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.notes = list[str]()
-        if not self.folder.is_dir():
-            raise UserError(f"report: no folder '{folder}'; give the output_dir of a run")
+        check_folder("report", folder, "give the output_dir of a run")
         self.name = self.folder.resolve().name
         file = self.folder / NAME
         if file.exists() and not file.is_file():

@@ -99,15 +99,16 @@ def facts(
 ) -> dict[str, Any]:
     """The facts of a run."""
     left_out = {*BY_CONTENT, *BATCH, *NEVER_SAVED}.union(*FREE.values())
-    settings = {key: value for key, value in flat(asdict(config)).items() if key not in left_out}
+    settings = {
+        key: user_code.short(value) if isinstance(value, str) else value
+        for key, value in flat(asdict(config)).items()
+        if key not in left_out
+    }
     files = ("validation.embedder_path", "validation.clip_path", "validation.prompts")
     weights = {key: settings.get(key) for key in files}
     weights["base"] = config.pretrained_model_name_or_path
     code = user_code.record(own_code(config))
-    settings["gradient_control.name"] = user_code.short(config.gradient_control.name)
     settings["hooks"] = [user_code.short(place) for place in config.hooks]
-    if config.validation.judge is not None:
-        settings["validation.judge"] = user_code.short(config.validation.judge)
     of_run = settings | {
         **{f"{CODE}{user_code.short(place)}": entry["sha256"] for place, entry in code.items()},
         "effective batch": effective_batch,

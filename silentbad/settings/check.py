@@ -1,7 +1,6 @@
 """Every refusal that needs no weights, no records and no torch: values, names, combinations,
 files."""
 
-import os
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,9 @@ from silentbad.settings import user_code
 from silentbad.settings.control import check_control
 from silentbad.settings.launch import check_launch, launched
 from silentbad.settings.layers import ADAPTED_GROUPS, EVERY_GROUP, check_patterns
-from silentbad.settings.memory import AUXILIARY, check_memory
+from silentbad.settings.memory import check_memory
 from silentbad.settings.optimizer_facts import check_optimizer, read_optimizer
-from silentbad.settings.registries import Offered, from_source, options_at
+from silentbad.settings.registries import Offered, from_source
 from silentbad.settings.rules import FACTS, Facts, check_rules, meanings, put
 from silentbad.settings.train import KIND, REPLACED, WRITTEN, TrainConfig
 from silentbad.settings.types import check_options, check_values
@@ -35,8 +34,6 @@ MEMORY = {  # slots of `memory`, and names beside a slot -> where what they may 
     "sampler.order": "silentbad.data.elements:ORDERS",
     "timesteps.sequence": "silentbad.memory.timesteps:SEQUENCES",
 }
-# those that also take code of the user's own, PATH.py:NAME
-OPEN = ("sampler", "timesteps", "loss", "loss.error", *AUXILIARY, "loss_balance")
 SCALE_RULES = "gradient_control:SCALE_RULES"
 SOURCE_RULES = "gradient_control:SOURCE_RULES"
 TRANSFORMS = "gradient_control:TRANSFORMS"
@@ -44,9 +41,8 @@ TRANSFORMS = "gradient_control:TRANSFORMS"
 
 def memory_registries() -> dict:
     """What the slots of `memory` may name, read from the sources."""
-    registries = {slot: from_source(place) for slot, place in MEMORY.items()}
-    keys = {slot: f"memory.{slot}" if "." in slot else f"memory.{slot}.name" for slot in OPEN}
-    return registries | {slot: Offered(registries[slot], key) for slot, key in keys.items()}
+    keys = {slot: f"memory.{slot}" if "." in slot else f"memory.{slot}.name" for slot in MEMORY}
+    return {slot: Offered(from_source(MEMORY[slot]), key) for slot, key in keys.items()}
 
 
 def check(config: TrainConfig, sources: dict[str, str]) -> None:
@@ -76,8 +72,10 @@ def check(config: TrainConfig, sources: dict[str, str]) -> None:
     }
     owned.refuse_overlap(config.output_dir, inputs, (*WRITTEN, *REPLACED))
     if validation.targets is not None and FACTS["AVERAGE_UNMEASURED"].holds(config, facts):
-        saved = "the pipeline that is saved holds their average"
-        warn(f"validation.weights=raw measures the raw weights; {saved}")
+        warn(
+            "validation.weights=raw measures the raw weights; "
+            "the pipeline that is saved holds their average"
+        )
 
 
 def check_part(**part: object) -> None:
@@ -99,8 +97,10 @@ def check_numbers(config: TrainConfig) -> None:
     few = config.validation.first_images
     images = config.validation.images_per_target
     if config.validation.targets is not None and few > images:
-        right = f"is {few}, of {images} images_per_target; give fewer, or 0 for all"
-        raise UserError(f"validation.first_images: {right}")
+        raise UserError(
+            f"validation.first_images: is {few}, of {images} images_per_target; give fewer, or 0 "
+            "for all"
+        )
 
 
 def check_names(config: TrainConfig) -> None:
@@ -119,44 +119,36 @@ def check_names(config: TrainConfig) -> None:
 
 def check_hooks(config: TrainConfig) -> None:
     """The files of the hooks are there, and take the options given."""
-    for place in config.hooks:
-        user_code.check_place("hooks", place)
     for place, values in config.hook_options.items():
         if place not in config.hooks:
             raise UserError(f"hook_options: {place} is none of the hooks")
         if not isinstance(values, dict):
             raise UserError(f"hook_options: {place}: must be option: value pairs")
+    registry = Offered({}, "hooks")
     for place in filter(user_code.is_place, config.hooks):
-        registry = {place: options_at("hooks", place)}
         values = config.hook_options.get(place, {})
         check_options("hooks", registry, place, values, key="hook_options")
 
 
 def check_inputs(config: TrainConfig) -> None:
     """Refuse files and folders that are not there."""
-    data = config.train_data_dir
-    clean = config.clean_data_dir
-    prompts = config.sample_prompts
-    if data is not None:
-        check_folder("train_data_dir", data)
-    if clean is not None:
-        check_folder("clean_data_dir", clean)
+    check_folder("train_data_dir", config.train_data_dir)
+    check_folder("clean_data_dir", config.clean_data_dir)
     check_local("pretrained_model_name_or_path", config.pretrained_model_name_or_path)
-    if prompts is not None:
-        right = "give one prompt a line, or a .jsonl with prompt, seed, negative"
-        check_file("sample_prompts", prompts, right)
-    if config.prior_preservation.prompts is not None:
-        own_prompts = config.prior_preservation.prompts
-        check_file("prior_preservation.prompts", own_prompts, "it holds one prompt a line")
+    check_file(
+        "sample_prompts",
+        config.sample_prompts,
+        "give one prompt a line, or a .jsonl with prompt, seed, negative",
+    )
+    own_prompts = config.prior_preservation.prompts
+    check_file("prior_preservation.prompts", own_prompts, "it holds one prompt a line")
     if config.validation.targets is not None:
         check_files(config.validation)
     asked = config.resume_from_checkpoint
     if asked is not None and asked != "latest":
         here = Path(config.output_dir) / "checkpoints" / asked
-        if not os.path.exists(asked) and not here.exists():
-            raise UserError(
-                f"resume_from_checkpoint {asked}: no such folder; give a step-N folder, or latest"
-            )
+        if not here.exists():
+            check_folder("resume_from_checkpoint", asked, "give a step-N folder, or latest")
     # a resume is judged by its checkpoints, a stamped folder is new
     if not (asked or config.stamp_output_dir or config.print_groups):
         check_output(config)

@@ -1,6 +1,5 @@
 """The options of the smaller commands, each class with what it refuses."""
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 
 from silentbad.errors import UserError
-from silentbad.files import check_local, check_writable
+from silentbad.files import check_file, check_folder, check_local, check_path, check_writable
 from silentbad.settings.reader import parse
 from silentbad.settings.train import TrainConfig
 from silentbad.settings.types import Location, Natural, Seed, Small, option
@@ -41,15 +40,15 @@ class ReportOptions:
         given = {flag: run for flag, run in controls.items() if run is not None}
         if self.runs[0] == "compare":
             if given:
-                wrong = "is of one run's report; leave it out of a comparison"
-                raise UserError(f"{next(iter(given))}: {wrong}")
+                raise UserError(
+                    f"{next(iter(given))}: is of one run's report; leave it out of a comparison"
+                )
             if len(self.runs) < 3:
                 raise UserError("compare: give at least two run folders")
         elif len(self.runs) > 1:
             raise UserError("report: one run folder, or `compare` before several")
         for folder in self.runs[self.runs[0] == "compare" :]:
-            if not os.path.isdir(folder):
-                raise UserError(f"report: no folder '{folder}'; give the output_dir of a run")
+            check_folder("report", folder, "give the output_dir of a run")
         for flag, run in given.items():
             check_run(flag, run)
         if self.out is not None:
@@ -73,8 +72,7 @@ class FigureOptions:
         check_writable(out, "--out")
         if out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
             raise UserError(f"--out: {out} must end in .png, .jpg or .webp")
-        if not (Path(str(self.run)) / "validation.json").is_file():
-            raise UserError(f"figures: '{self.run}' holds no validation.json; is it a run folder?")
+        check_run("figures", str(self.run))
 
 
 @dataclass
@@ -161,8 +159,7 @@ class LocaliseOptions:
     def trained(self) -> TrainConfig:
         """The run's configuration, with what has moved. Raises UserError."""
         file = Path(str(self.run)) / "config.yaml"
-        if not file.is_file():
-            raise UserError(f"RUN: no config.yaml in {self.run}; give the output_dir of a run")
+        check_file("RUN", file, "give the output_dir of a run")
         moved = {
             "pretrained_model_name_or_path": self.base,
             "validation.targets": self.targets,
@@ -176,7 +173,6 @@ class LocaliseOptions:
                 "RUN: has no targets (validation.targets), so there is no picture to look for"
             )
         for flag, place in (("--targets", targets), ("--train_data_dir", config.train_data_dir)):
-            if place is not None and not os.path.exists(place):
-                raise UserError(f"{flag}: the run's {place} is not there; give its place")
+            check_path(flag, place)
         check_local(self.base_key, config.pretrained_model_name_or_path)
         return config

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from silentbad.errors import UserError
-from silentbad.settings import user_code
 from silentbad.settings.types import (
     Count,
     Decay,
@@ -116,43 +115,6 @@ class GradientControlConfig:
         idle="said",
     )
 
-    @property
-    def rules(self) -> list[str]:
-        """The names of the rules that are combined."""
-        return self.name.split("+")
-
-    def options_of(self, rule: str) -> dict[str, Any]:
-        """The options of one of them."""
-        return self.options if len(self.rules) == 1 else self.options.get(rule, {})
-
-    @property
-    def copied(self) -> list[str]:
-        """The rules that a placebo shuffles."""
-        if "placebo" not in self.rules:
-            return []
-        return str(self.options_of("placebo").get("of", "")).split("+")
-
-    @property
-    def own_rules(self) -> list[str]:
-        """The rules that are code of the user's own, PATH.py:NAME."""
-        return [
-            rule for rule in dict.fromkeys(self.rules + self.copied) if user_code.is_place(rule)
-        ]
-
-    @property
-    def own_source_rules(self) -> list[str]:
-        """The same of the rules between sources."""
-        names = [self.between.name]
-        if self.between.name == "placebo":
-            names.append(str(self.between.options.get("of", "")))
-        return list(filter(user_code.is_place, names))
-
-    @property
-    def own_code(self) -> list[str]:
-        """All that is code of the user's own."""
-        transform = [self.transform] if user_code.is_place(self.transform) else []
-        return [*self.own_rules, *self.own_source_rules, *transform]
-
 
 LEVELLED = ("clean", "rehearsal")  # sources with a level; elements have 1
 RuleTable = dict[str, tuple[float, dict[str, Any]]]  # {rule: (its weight, its options)}
@@ -197,6 +159,7 @@ def check_control(
         for source in between.levels:
             if source not in LEVELLED:
                 others = ", ".join(LEVELLED)
-                what = f"{source!r} has no level; elements are 1, there are: {others}"
-                raise UserError(f"{key}.levels: {what}")
+                raise UserError(
+                    f"{key}.levels: {source!r} has no level; elements are 1, there are: {others}"
+                )
     return table

@@ -27,5 +27,7 @@ def check_launch() -> None:
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true":
         raise UserError("fsdp_offload_params: shards stay on their device; set false")
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        right = "use configs/accelerate/gpu.yaml"
-        raise UserError(f"num_processes: FSDP has nothing to shard in one process; {right}")
+        raise UserError(
+            "num_processes: FSDP has nothing to shard in one process; "
+            "use configs/accelerate/gpu.yaml"
+        )

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from silentbad.settings import user_code
 from silentbad.settings.types import (
     NotNegative,
     Positive,
@@ -158,16 +157,6 @@ def policies(memory: MemoryConfig) -> dict[str, Part]:
     """The timesteps of the roles that have their own."""
     parts = {role: settings.timesteps for role, settings in by_role(memory).items()}
     return {role: part for role, part in parts.items() if part.name != SAME}
-
-
-def own_parts(memory: MemoryConfig) -> dict[str, str]:
-    """{slot: the place}, PATH.py:NAME, of the parts that are code of the user's own; the timesteps
-    of a role by its name."""
-    slots = ("sampler", "timesteps", "loss", *AUXILIARY, "loss_balance")
-    names = {slot: getattr(memory, slot).name for slot in slots}
-    names |= {"loss.error": memory.loss.error}
-    names |= {role: settings.timesteps.name for role, settings in by_role(memory).items()}
-    return {slot: name for slot, name in names.items() if user_code.is_place(name)}
 
 
 def check_memory(memory: MemoryConfig, registries: dict[str, Registry]) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from silentbad.errors import UserError, brief, warn
-from silentbad.settings.registries import definition_of
+from silentbad.settings import user_code
+from silentbad.settings.registries import definition_at, definition_of
 from silentbad.settings.types import Option, problem
 
 if TYPE_CHECKING:
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 ELEMENTWISE = ("AdamW", "Adam", "SGD")  # their step needs no more of a tensor than the shard
 ADAPTIVE = ("Prodigy", "DAdapt")  # names of those that find their own rate
+KNOWN = {  # packages that hold optimizers: what `pip install` calls them
+    "bitsandbytes": "bitsandbytes",
+    "prodigyopt": "prodigyopt",
+    "schedulefree": "schedulefree",
+    "pytorch_optimizer": "pytorch-optimizer",
+}
 
 
 @dataclass(frozen=True)
@@ -30,24 +37,25 @@ class OptimizerFacts:
 
 
 def path_of(config: "TrainConfig") -> tuple[str, str]:
-    """(the key that chooses the optimizer, its import path)."""
+    """(the key that chooses the optimizer, its import path or place)."""
     if config.gradient_control.spectral:
         return "gradient_control.spectral", "silentbad.control.spectral.SpectralAdamW"
     if config.use_8bit_adam:
         return "use_8bit_adam", "bitsandbytes.optim.AdamW8bit"
     path = config.optimizer
-    return "optimizer", path if "." in path else f"torch.optim.{path}"
+    return "optimizer", path if "." in path else f"torch.optim.{path}"  # PATH.py:NAME has one
 
 
 def read_optimizer(config: "TrainConfig") -> OptimizerFacts | None:
     """The optimizer of a run, from its source; None where only an import can tell."""
     key, path = path_of(config)
-    package = path.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
-        raise UserError(
-            f"{key}: {package} does not import (No module named '{package}'); pip install {package}"
-        )
-    definition = definition_of(path)
+    if user_code.is_place(path):
+        definition = definition_at(key, path)
+    else:
+        package = path.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"{key}: no module named {package}; {source_of(path)}")
+        definition = definition_of(path)
     if definition is None or not isinstance(definition.node, ast.ClassDef):
         if path.startswith("torch.optim."):
             raise UserError(not_one(key, config.optimizer))
@@ -65,6 +73,14 @@ def read_optimizer(config: "TrainConfig") -> OptimizerFacts | None:
     )
 
 
+def source_of(path: str) -> str:
+    """Where the class of an import path comes from, as far as it is known."""
+    package, _, name = path.partition(".")
+    if package in KNOWN:
+        return f"pip install {KNOWN[package]}"
+    return f"a class in a file of your own is {package}.py:{name.rpartition('.')[2]}"
+
+
 def not_one(key: str, path: str) -> str:
     """The line on a name that is no optimizer."""
     return f"{key}: {path} is no torch optimizer; AdamW or schedulefree.AdamWScheduleFree are"
@@ -75,8 +91,14 @@ def check_optimizer(config: "TrainConfig", optimizer: OptimizerFacts) -> None:
     if optimizer.needs:
         raise UserError(f"optimizer: {optimizer.name} needs {optimizer.needs}; AdamW or SGD do not")
     if optimizer.name.startswith(ADAPTIVE) and config.learning_rate < 0.1:
-        factor = f"learning_rate: {config.learning_rate:g} is a factor of the rate"
-        warn(f"{factor} that {optimizer.name} finds itself; it wants 1")
+        warn(
+            f"learning_rate: {config.learning_rate:g} is a factor of the rate"
+            f" that {optimizer.name} finds itself; it wants 1"
+        )
+    if optimizer.name.startswith("Adam") and config.learning_rate >= 0.1:
+        warn(
+            f"learning_rate: {config.learning_rate:g} is a thousand times {optimizer.name}'s usual"
+        )
     if "lr" in config.optimizer_options:
         raise UserError("optimizer_options: lr is set by learning_rate")
     for key, value in config.optimizer_options.items():

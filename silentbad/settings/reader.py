@@ -18,6 +18,7 @@ import yaml
 
 from silentbad import bundled
 from silentbad.errors import UserError, brief, first_line, print_result
+from silentbad.files import no_file
 from silentbad.settings.types import (
     NEVER_SAVED,
     items_of,
@@ -191,6 +192,8 @@ def read_yaml(path: str) -> tuple[Any, yaml.Node | None]:
             return None, None
         key_lines(node, path)
         return loader.construct_document(node), node
+    except FileNotFoundError:
+        raise UserError(f"configuration file: {no_file(path)}") from None
     except OSError as error:
         raise UserError(f"configuration file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -249,15 +252,19 @@ class Entries:
         if isinstance(value, list) and name.endswith("+"):
             value = [*(self.values.get(key) or []), *value]
         elif isinstance(value, list) and self.sources.get(key) == FLAGS:
-            wrong = "stands twice, and the second would replace the first; give it once"
-            raise UserError(f"{key} ({FLAGS}): {wrong}")
+            raise UserError(
+                f"{key} ({FLAGS}): "
+                "stands twice, and the second would replace the first; give it once"
+            )
         self._put(key, value, lambda key: FLAGS)
 
     def _put_part(self, values: dict, prefix: str, where: Callable[[str], str]) -> None:
         for name, value in sorted(values.items(), key=lambda item: item[0] != "name"):
             if not isinstance(name, str) or "." in name:
-                right = "keys are words; nest them instead of joining with '.'"
-                raise UserError(f"unknown key {brief(name)} ({where(f'{prefix}{name}')}): {right}")
+                raise UserError(
+                    f"unknown key {brief(name)} ({where(f'{prefix}{name}')}): "
+                    "keys are words; nest them instead of joining with '.'"
+                )
             self._put(f"{prefix}{name}", value, where)
 
     def _put(self, key: str, value: Any, where: Callable[[str], str]) -> None:
@@ -266,8 +273,13 @@ class Entries:
         kind, field = self.kind(key, where(key))
         if isinstance(kind, dict):
             if not isinstance(value, dict):
-                right = f"must hold key: value pairs ({', '.join(kind)})"
-                raise UserError(refusal(f"{key} ({where(key)})", right, value))
+                raise UserError(
+                    refusal(
+                        f"{key} ({where(key)})",
+                        f"must hold key: value pairs ({', '.join(kind)})",
+                        value,
+                    )
+                )
             self._put_part(value, f"{key}.", where)
             return
         if isinstance(value, str) and bool in plain_types(kind):

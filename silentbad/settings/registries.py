@@ -11,13 +11,13 @@ import inspect
 import math
 import typing
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from silentbad.errors import UserError
+from silentbad.errors import UserError, user_errors, warn
 from silentbad.settings import types, user_code
 from silentbad.settings.types import MISSING, Option
 
@@ -25,33 +25,94 @@ from silentbad.settings.types import MISSING, Option
 NAMESPACE = {**vars(typing), **vars(types), "math": math, "Any": Any}
 
 
+@dataclass(frozen=True)
+class Judge:
+    """What a part must return: numbers of this shape, finite, at least `floor`, not all zero, whose
+    sum is `total`; with `floor` None the shape alone."""
+
+    shape: tuple[int, ...]
+    floor: float | None = 0.0
+    total: float | None = None
+    varies: bool = True  # one number everywhere has no effect
+
+    def complaint(self, value: Any) -> str | None:
+        """What is wrong with an array or a tensor; None where nothing is."""
+        shape = getattr(value, "shape", None)
+        if shape is None or tuple(shape) != self.shape:
+            got = type(value).__name__ if shape is None else f"numbers of shape {tuple(shape)}"
+            return f"{got}, not numbers of shape {self.shape}"
+        if self.floor is None:
+            return None
+        if not float(abs(value).max()) < math.inf:
+            return "NaN or infinite numbers"
+        if (least := float(value.min())) < self.floor:
+            return f"{least:g}; {self.floor:g} is the least"
+        if not float(value.max()):
+            return "zeros alone"
+        total = float(value.sum())
+        if self.total is not None and abs(total - self.total) > 1e-3 * self.total:
+            return f"numbers whose sum is {total:g}, not {self.total:g}"
+        return None
+
+
+Examples = Iterable[tuple[tuple[Any, ...], Judge]]
+
+
 class Parts(UserDict[str, Any]):
     """A dict of parts by name; a place, PATH.py:NAME, is a name too.
 
-    `key` is the setting that chooses one; `takes` are the arguments that a part is called with."""
+    `key` is the setting that chooses one; `takes` are the arguments that a part is called with,
+    `examples` such arguments, each with the judge of what a part returns."""
 
-    def __init__(self, parts: Mapping[str, Any], *, key: str, takes: str):
+    def __init__(
+        self,
+        parts: Mapping[str, Any],
+        *,
+        key: str,
+        takes: str,
+        examples: Callable[[], Examples] = tuple,
+    ):
         super().__init__(parts)
         self.key = key
         self.takes = takes.split()
+        self.examples = examples
 
     def __contains__(self, name: object) -> bool:
         return name in self.data or user_code.is_place(str(name))
 
     def __getitem__(self, name: str) -> Any:
-        return user_code.get(name, self.key) if user_code.is_place(name) else self.data[name]
-
-    def load(self, place: str) -> Any:
-        """Run the file of a place. Raises UserError where what it defines is called otherwise."""
-        part = user_code.load(self.key, place)
+        """Raises UserError where what a place defines is called otherwise."""
+        if not user_code.is_place(name):
+            return self.data[name]
+        part = user_code.load(self.key, name)
         if not callable(part):
-            raise UserError(f"{self.key}: {place} is no function")
+            raise UserError(f"{self.key}: {name} is no function")
         signature = inspect.signature(part)
         needed = [p.kind for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
         if needed != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * len(self.takes):
-            right = f"it must take {', '.join(self.takes)}, and after a * its options"
-            raise UserError(f"{self.key}: {place} takes {signature}; {right}")
+            raise UserError(
+                f"{self.key}: {name} takes {signature}; "
+                f"it must take {', '.join(self.takes)}, and after a * its options"
+            )
         return part
+
+    def try_part(
+        self, name: str, options: Mapping[str, Any], examples: Examples | None = None
+    ) -> None:
+        """Refuse a part that fails on the examples, or returns nothing of use there; say that it
+        returns one number for all of them."""
+        part = self[name]
+        varies = False
+        expected = False
+        for arguments, judge in self.examples() if examples is None else examples:
+            with user_errors(f"{self.key}: {name} fails"):
+                value = part(*arguments, **options)
+            if wrong := judge.complaint(value):
+                raise UserError(f"{self.key}: {name} returns {wrong}")
+            expected = expected or judge.varies
+            varies = varies or judge.varies and float(value.min()) < float(value.max())
+        if expected and not varies and user_code.is_place(name):
+            warn(f"{self.key}: {name} returns one number everywhere: it changes nothing")
 
 
 class Offered(dict[str, Mapping[str, Option]]):
@@ -65,7 +126,6 @@ class Offered(dict[str, Mapping[str, Option]]):
         return super().__contains__(name) or user_code.is_place(str(name))
 
     def __missing__(self, place: str) -> Mapping[str, Option]:
-        user_code.check_place(self.key, place)
         return options_at(self.key, place)
 
 
@@ -237,7 +297,13 @@ def from_source(place: str) -> Mapping[str, Mapping[str, Option]]:
 
 
 def options_at(key: str, place: str) -> Mapping[str, Option]:
-    """The options of a user's own rule, PATH.py:NAME; `key` names it in messages."""
+    """The options of a user's own part, PATH.py:NAME; `key` names it in messages."""
+    return _options(definition_at(key, place))
+
+
+def definition_at(key: str, place: str) -> Definition | None:
+    """The function or class at PATH.py:NAME, nothing run; None where the name is neither."""
+    user_code.check_place(key, place)
     file = user_code.file_of(place)
     name = place.rpartition(":")[2]
     try:
@@ -248,4 +314,4 @@ def options_at(key: str, place: str) -> Mapping[str, Option]:
         ) from None
     if name not in module.names:
         raise UserError(f"{key}: {file} defines no {name}")
-    return _options(module.definition(ast.Name(name)))
+    return module.definition(ast.Name(name))

@@ -426,8 +426,9 @@ def check_rules(
         for flag, key, meant in meanings(config):
             value = value_of(config, key)
             if value not in (meant, value_of(default, key)):
-                wrong = f"means {key}={meant}, which is set to {value}; set one of them"
-                raise UserError(f"{flag}: {wrong}")
+                raise UserError(
+                    f"{flag}: means {key}={meant}, which is set to {value}; set one of them"
+                )
     check_needs(config, sources, facts, about)
 
 

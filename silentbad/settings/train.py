@@ -3,14 +3,15 @@
 Each flag carries its type and range, and what it needs; `silentbad.settings.check` refuses what
 cannot work together."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
+from silentbad.settings import user_code
 from silentbad.settings.control import GradientControlConfig
 from silentbad.settings.data import PUBLISHED, DataSettings
-from silentbad.settings.memory import MemoryConfig, own_parts
+from silentbad.settings.memory import MemoryConfig
 from silentbad.settings.other_names import SUCCESSORS
 from silentbad.settings.types import (
     Count,
@@ -198,6 +199,11 @@ class TrainConfig(DataSettings):
         needs="token_warmup_step",
     )
     prior_preservation: PriorSettings = field(default_factory=PriorSettings)
+    alpha_as_mask: bool = flag(
+        False,
+        "a picture's opaque part is its mask, where parts are transparent and it has no mask",
+        KOHYA,
+    )
     allow_target_images: bool = ours(False, "let records train that equal a target image")
     cache_mb: Natural = ours(
         1024, "memory for decoded images and for latents and text states not on disk, in MiB"
@@ -232,7 +238,7 @@ class TrainConfig(DataSettings):
         None, "samples that fit: larger micro-batches are computed in parts"
     )
     gradient_accumulation_steps: Small = flag(1, "micro-batches a step")
-    num_train_epochs: Count = flag(100, "epochs, where max_train_steps is unset")
+    num_train_epochs: Count = flag(100, "epochs", needs="max_train_steps=null", idle="kept")
     max_train_steps: Count | None = flag(None, "optimizer steps")
     checkpointing_steps: Count = flag(500, "steps between checkpoints")
     checkpoints_total_limit: Count | None = flag(3, "checkpoints kept; all when unset")
@@ -273,7 +279,8 @@ class TrainConfig(DataSettings):
         1, "restarts of cosine_with_restarts", needs="lr_scheduler=cosine_with_restarts"
     )
     optimizer: Location = ours(
-        "AdamW", "torch.optim class, or import path such as schedulefree.AdamWScheduleFree"
+        "AdamW",
+        "torch.optim class, import path such as schedulefree.AdamWScheduleFree, or PATH.py:CLASS",
     )
     optimizer_options: dict[str, Any] = ours({}, "its settings, beside the adam_* flags it takes")
     use_8bit_adam: bool = flag(False, "AdamW8bit of bitsandbytes")
@@ -361,6 +368,7 @@ class TrainConfig(DataSettings):
 
 def own_code(config: TrainConfig) -> list[str]:
     """The code of the user's own that a run takes in: PATH.py:NAME."""
-    judge = config.validation.judge if config.validation.targets is not None else None
-    parts = [*config.gradient_control.own_code, *own_parts(config.memory).values()]
-    return [*dict.fromkeys(parts), *config.hooks, *([judge] if judge else [])]
+    settings = asdict(config)
+    if config.validation.targets is None:
+        del settings["validation"]
+    return [*dict.fromkeys(user_code.places_in(settings))]

@@ -309,8 +309,10 @@ def check_name(kind: str, registry: Registry, name: str) -> None:
         raise UserError(
             f"{kind}: {name} is an experiment in a file of its own now; use {MOVED[name]}"
         )
-    others = f"{nearest(name, registry)}; there are: {', '.join(registry)}"
-    raise UserError(f"{kind}: unknown name {brief(name)}{others}")
+    raise UserError(
+        f"{kind}: unknown name {brief(name)}"
+        f"{nearest(name, registry)}; there are: {', '.join(registry)}"
+    )
 
 
 def parse_combination(

@@ -12,11 +12,12 @@ import importlib.util
 import re
 import sys
 import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from silentbad.errors import UserError, first_line
+from silentbad.errors import UserError, first_line, user_errors
 from silentbad.files import check_file
 
 PLACE = re.compile(r"(?P<file>.+\.py|\w+(\.\w+)+):(?P<name>\w+)")
@@ -40,28 +41,40 @@ def check_place(key: str, place: str) -> None:
 
 
 def load(key: str, place: str) -> Any:
-    """What the file defines under that name. Raises UserError where it does not run."""
-    file = file_of(place).resolve()
-    try:
-        source = file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{key}: {file}: {error.strerror}") from None
-    digest = hashlib.sha256(source).hexdigest()
-    if _modules.get(file, ("",))[0] != digest:
-        _modules[file] = (digest, _run(key, file, source, digest))
-    return get(place, key)
-
-
-def get(place: str, key: str = "") -> Any:
-    """The same; a file that `load` has run is not read again."""
+    """What the file defines under that name; read once, until `forget`. Raises UserError where it
+    does not run."""
     file = file_of(place).resolve()
     if file not in _modules:
-        return load(key, place)
+        with user_errors(f"{key}: {file}", kinds=OSError):
+            source = file.read_bytes()
+        digest = hashlib.sha256(source).hexdigest()
+        _modules[file] = (digest, _run(key, file, source, digest))
     _, module = _modules[file]
     name = place.rpartition(":")[2]
     if not hasattr(module, name):
         raise UserError(f"{key}: {file} defines no {name}")
     return getattr(module, name)
+
+
+def forget() -> None:
+    """Read the files anew from now on, as a start does."""
+    _modules.clear()
+
+
+NAMING = (  # settings, and options of placebos, whose value may be a place
+    *("name", "of", "transform", "error", "order", "sequence"),
+    *("optimizer", "hooks", "embedder", "judge"),
+)
+
+
+def places_in(settings: Mapping[str, Any]) -> Iterator[str]:
+    """The places that nested settings name."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from places_in(value)
+        elif key in NAMING and value:
+            names = value.split("+") if isinstance(value, str) else value
+            yield from filter(is_place, names)
 
 
 def record(places: list[str]) -> dict[str, dict[str, str]]:

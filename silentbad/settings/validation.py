@@ -10,6 +10,7 @@ from annotated_types import Interval
 from silentbad.errors import UserError, brief
 from silentbad.files import check_file, check_folder, check_local, check_path
 from silentbad.settings import user_code
+from silentbad.settings.registries import Offered, from_source
 from silentbad.settings.rules import Facts, check_measurement
 from silentbad.settings.types import (
     Cosine,
@@ -23,9 +24,11 @@ from silentbad.settings.types import (
     Small,
     Unit,
     changed_fields,
+    check_name,
     option,
 )
 
+EMBEDDERS = "silentbad.measure.embedders:EMBEDDERS"
 Lengths = Annotated[int, Interval(ge=1, le=1000)]  # numbers of sampling steps
 
 
@@ -74,9 +77,10 @@ class ValidationConfig:
     guidance_scale: Annotated[float, Interval(ge=0, le=1e4)] = drawn(7.5)
     guidance_rescale: Unit = drawn(0.0)
     resolution: Side | None = drawn_of_any(None, "of the images; unset: the UNet's own")
-    embedder: Literal["auto", "copy", "micro", "sscd", "clip", "dinov2", "ssim"] = measured(
+    embedder: str = measured(
         "auto",
-        "auto: micro beside redraws.jsonl, else copy, which sees the texture of photographs too",
+        "copy, micro, sscd, clip, dinov2, ssim or PATH.py:CLASS; auto: micro beside redraws.jsonl, "
+        "else copy, which sees the texture of photographs too",
     )
     reference: Literal["auto", "raw", "decoded"] = measured(
         "auto",
@@ -207,25 +211,24 @@ class Audit(ValidationConfig):
     def check_pipelines(self) -> None:
         """Refuse a pipeline, a baseline and adapters that are not there."""
         check_local("--pipeline", str(self.pipeline))
-        if self.baseline is not None:
-            check_local("--baseline", self.baseline)
-        if self.lora is not None:
-            check_local("--lora", self.lora, "file or folder")
+        check_local("--baseline", self.baseline)
+        check_local("--lora", self.lora, "file or folder")
 
     def _check_pictures(self) -> None:
         """Refuse what does not act on pictures that are given, and what is not there."""
         if idle := [name for name in changed_fields(self) if name not in ON_PICTURES]:
             raise UserError(f"--{idle[0]}: does not act on pictures that are given; leave it out")
         if self.targets is None:
-            right = "give the targets.jsonl that the pictures are compared with"
-            raise UserError(f"--targets: is missing; {right}")
+            raise UserError(
+                "--targets: is missing; give the targets.jsonl that the pictures are compared with"
+            )
         check_folder("--pictures", str(self.pictures))
         check_files(self, "--")
-        if self.pipeline is not None:
-            check_local("--pipeline", self.pipeline)
-        elif self.reference == "decoded":
-            right = "needs --pipeline, whose autoencoder the targets go through"
-            raise UserError(f"--reference: decoded {right}")
+        check_local("--pipeline", self.pipeline)
+        if self.pipeline is None and self.reference == "decoded":
+            raise UserError(
+                "--reference: decoded needs --pipeline, whose autoencoder the targets go through"
+            )
 
 
 # ---------------------------------------------------------------- checks
@@ -238,17 +241,14 @@ def target_file(targets: str | None) -> str | None:
 
 def check_run(key: str, folder: str) -> None:
     """Refuse a run that is not there, or was not validated."""
-    if not os.path.isfile(os.path.join(folder, "validation.json")):
-        raise UserError(f"{key}: no validation.json in {folder}; give the output_dir of a run")
+    check_file(key, os.path.join(folder, "validation.json"), "give the output_dir of a run")
 
 
 def check_files(config: ValidationConfig, prefix: str = "validation.") -> None:
     """Refuse targets and what they are measured by, where it is not there; loads nothing."""
-    if config.targets is not None:
-        check_path(f"{prefix}targets", str(target_file(config.targets)))
+    check_path(f"{prefix}targets", target_file(config.targets))
     check_embedder(config, prefix)
-    if config.clip_path is not None:
-        check_local(f"{prefix}clip_path", config.clip_path)
+    check_local(f"{prefix}clip_path", config.clip_path)
     if config.placebo is not None:
         check_run(f"{prefix}placebo", config.placebo)
     check_kept(config, prefix)
@@ -257,34 +257,43 @@ def check_files(config: ValidationConfig, prefix: str = "validation.") -> None:
 def check_kept(config: ValidationConfig, prefix: str = "validation.") -> None:
     """Refuse prompts and a judge that are not there, and a limit that nothing measures."""
     if config.unrelated_images == 1:
-        right = "the change is measured against the base's image of another prompt"
-        raise UserError(f"{prefix}unrelated_images: is 1; give 2 or more, or 0: {right}")
-    if config.prompts is not None:
-        check_file(f"{prefix}prompts", config.prompts, "it holds one prompt a line")
+        raise UserError(
+            f"{prefix}unrelated_images: is 1; give 2 or more, or 0: "
+            "the change is measured against the base's image of another prompt"
+        )
+    check_file(f"{prefix}prompts", config.prompts, "it holds one prompt a line")
     if config.judge is not None:
         if not user_code.is_place(config.judge):
-            right = "name a function as PATH.py:NAME"
-            raise UserError(f"{prefix}judge: {brief(config.judge)} is no place; {right}")
+            raise UserError(
+                f"{prefix}judge: {brief(config.judge)} is no place; name a function as PATH.py:NAME"
+            )
         user_code.check_place(f"{prefix}judge", config.judge)
     if config.keep is not None and config.unrelated_images == 0:
         raise UserError(f"{prefix}keep: needs {prefix}unrelated_images above 0")
     judged = config.judge is not None or config.clip_path is not None
     if config.keep is not None and config.keep_by == "words" and not judged:
-        right = f"give {prefix}judge or {prefix}clip_path, or keep by pixels"
-        raise UserError(f"{prefix}keep_by: nothing reads the words; {right}")
+        raise UserError(
+            f"{prefix}keep_by: nothing reads the words; "
+            f"give {prefix}judge or {prefix}clip_path, or keep by pixels"
+        )
 
 
 def check_embedder(config: ValidationConfig, prefix: str = "validation.") -> None:
     """Refuse an embedder whose local files are not there; loads nothing."""
     path = config.embedder_path
-    if config.embedder == "sscd" and not (path and Path(path).is_file()):
-        wrong = f"no file {path}" if path else "is missing"
+    key = f"{prefix}embedder"
+    embedders = Offered({"auto": {}, **from_source(EMBEDDERS)}, key)
+    check_name(key, embedders, config.embedder)
+    embedders[config.embedder]  # noqa: B018 (whose file must be there)
+    if config.embedder == "sscd":
         advice = "sscd needs its TorchScript or .onnx file, see docs/models.md"
-        raise UserError(f"{prefix}embedder_path: {wrong}; {advice}")
+        if not path:
+            raise UserError(f"{key}_path: is missing; {advice}")
+        check_file(f"{key}_path", path, advice)
     check_measurement(config, Facts(), prefix)
-    bundled = config.embedder in ("auto", "copy", "micro")
-    if bundled and path and not (Path(path) / "config.json").is_file():
+    if config.embedder in ("auto", "copy", "micro") and path:
         advice = "leave it out for the bundled embedder"
-        raise UserError(f"{prefix}embedder_path: no config.json in {path}; {advice}")
-    if config.embedder in ("clip", "dinov2") and path:
-        check_local(f"{prefix}embedder_path", path)
+        check_folder(f"{key}_path", path, advice)
+        check_file(f"{key}_path", Path(path, "config.json"), advice)
+    if config.embedder in ("clip", "dinov2"):
+        check_local(f"{key}_path", path)

@@ -112,7 +112,7 @@ def test_mistakes_are_one_line(finished, pipelines, tmp_path, capsys):
     run = finished()
     moved = tmp_path / "data" / "targets.jsonl"
     cases = {
-        (str(tmp_path),): "RUN: no config.yaml",
+        (str(tmp_path),): "RUN: no file",
         (str(run), "--images", "0"): "images (command line): must be at least 1",
         (str(run), "--out", "page.txt"): "--out: page.txt must end in .html",
         (str(run), "--targets", "no.jsonl"): "--targets: the run's no.jsonl is not there",

@@ -125,7 +125,7 @@ def test_a_step_passes_over_the_gradients_once_for_their_norm(build, monkeypatch
     "changes, message",
     [
         ({"optimizer": "AdmW"}, "no torch optimizer"),
-        ({"optimizer": "nowhere.Adam"}, "pip install nowhere"),
+        ({"optimizer": "nowhere.Adam"}, "no module named nowhere; a class in a file of your own is nowhere.py:Adam"),
         ({"optimizer": "os.path"}, "no torch optimizer"),
         ({"optimizer_options": {"betta": 1}}, "takes no 'betta'"),
         ({"optimizer_options": {"amsgrad": "maybe"}}, "optimizer_options: amsgrad must be bool, got 'maybe'"),

@@ -29,6 +29,11 @@ from tests.tiny import tiny_pipeline
 @pytest.mark.parametrize("name", EMBEDDERS)
 def test_embedder_contract(name, tmp_path):
     embedder = EMBEDDERS[name](saved_embedder(name, tmp_path), "cpu")
+    keeps_the_contract(embedder)
+    assert name in embedder.describe()
+
+
+def keeps_the_contract(embedder):
     images = torch.stack([to_tensor(smooth("embed", i, side=40)) for i in range(3)])
     features = embedder.embed(images)
     matrix = embedder.similarity(features, features[:2])
@@ -39,7 +44,7 @@ def test_embedder_contract(name, tmp_path):
         embedder.similarity(features[:2], features[1:]).diagonal(),
     )
     assert embedder.embed(torch.rand(1, 3, 1, 1)).isfinite().all()
-    assert name in embedder.describe() and any(c.isdigit() for c in embedder.describe())
+    assert any(c.isdigit() for c in embedder.describe())
 
 
 def test_many_pictures_have_the_features_of_few():

@@ -25,6 +25,7 @@ from silentbad.measure.record import (
 )
 from silentbad.measure.scores import cell_scores
 from silentbad.measure.verdict import verdict_of
+from silentbad.report.evidence import range_text
 from tests import photographs
 
 SIDE = 64
@@ -311,3 +312,9 @@ def test_no_region_is_filled_with_its_own_element():
         if null.kind == "filled from a training picture"
     ]
     assert [one[:, 8, 8].tolist() for one in filled] == [[1, 0, 0]]
+
+
+def test_a_null_without_a_kind_is_the_floor_and_has_no_empty_name():
+    measured = measured_range({"": [(0.35, "t")], "redraw": [(0.2, "t")]}, [0.9])
+    assert measured.floor == pytest.approx(0.35)
+    assert "the nearest null 0.35" in range_text(measured) and "()" not in range_text(measured)
