@@ -138,7 +138,7 @@ def is_last(row: dict) -> bool:
 
 
 def cases(read: Read) -> list[Case]:
-    """The elements of all runs that the law is about, also of more than `MOST` targets at once."""
+    """The elements of all runs that the law is about, also of those that it is not fitted to."""
     return [
         case
         for file, arms in ROWS.items()
@@ -146,14 +146,19 @@ def cases(read: Read) -> list[Case]:
         if row["arm"] in arms
         and is_last(row)
         and (file == "kept.jsonl" or row["factor"] == RATE)
-        and FIRST <= int(row["target"]) <= LAST
+        and FIRST <= int(row["target"]) < int(FRESH[0].runs[0])
         for case in cases_of(row, file)
     ]
 
 
 def fitted(read: Read) -> list[Case]:
     """Those that the law is fitted to."""
-    return [case for case in cases(read) if case.facts.targets <= MOST]
+    return [case for case in cases(read) if is_fitted(case)]
+
+
+def is_fitted(case: Case) -> bool:
+    """Whether the law is fitted to an element."""
+    return case.facts.targets <= MOST and int(case.target) <= LAST
 
 
 # ---------------------------------------------------------------- the law
@@ -231,19 +236,19 @@ def by_target(of: Sequence[Case], runs: bool = False) -> dict[tuple, list[int]]:
 
 
 def by_setting(read: Read) -> str:
-    """What the law says of targets left out, and, of more targets at once than it was fitted to, what the whole law
-    says: Markdown."""
+    """What the law says of targets left out, and, in the last lines, what the whole law says of later targets and of
+    more at once than it is fitted to: Markdown."""
     of = fitted(read)
-    more = [case for case in cases(read) if case.facts.targets > MOST]
+    more = [case for case in cases(read) if not is_fitted(case)]
     predicted = left_out(of)
     beyond = expected(fit(*matrix(of)), matrix(more)[0])
     lines = [[f"up to {MOST}", "", "", *outcome(of, predicted)]]
-    for some, values in ((of, predicted), (more, beyond)):
+    for some, values, note in ((of, predicted, ""), (more, beyond, ", not fitted")):
         for run in sorted({case.run for case in some}):
             chosen = [place for place, case in enumerate(some) if case.run == run]
             at_once, arm, steps = run
             cells = outcome([some[place] for place in chosen], values[chosen])
-            lines.append([str(at_once), f"`{arm}`", str(steps), *cells])
+            lines.append([f"{at_once}{note}", f"`{arm}`", str(steps), *cells])
     return markdown(("targets at once", "arm", "steps a target", *HEAD), lines)
 
 
@@ -267,10 +272,9 @@ def coefficients(read: Read) -> str:
     x, rates = matrix(of)
     places = [*by_target(of).values()]
     rng = np.random.default_rng(0)
-    again = []
-    for _ in range(DRAWS):
-        drawn = np.concatenate([places[i] for i in rng.integers(len(places), size=len(places))])
-        again.append(fit(x[drawn], rates[drawn]))
+    targets = rng.integers(len(places), size=(DRAWS, len(places)))
+    draws = [np.concatenate([places[i] for i in of_draw]) for of_draw in targets]
+    again = [fit(x[drawn], rates[drawn]) for drawn in draws]
     bounds = np.quantile(again, (0.025, 0.975), axis=0).T
     lines = [
         [name, f"{value:+.2f} [{low:+.2f}, {high:+.2f}]"]
@@ -281,8 +285,7 @@ def coefficients(read: Read) -> str:
 
 def second_features(predicted: np.ndarray, thresholds: Sequence[float]) -> np.ndarray:
     """Features (N,3) of the second reading."""
-    log_odds = np.log(predicted / (1 - predicted))
-    return np.column_stack([np.ones(len(predicted)), log_odds, thresholds])
+    return np.column_stack([np.ones(len(predicted)), np.log(predicted / (1 - predicted)), thresholds])
 
 
 def with_thresholds(read: Read) -> tuple[list[int], list[float]]:
