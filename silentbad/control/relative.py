@@ -81,7 +81,8 @@ def product_of(layer: Any) -> Callable[[], Tensor]:
 
 # ---------------------------------------------------------------- the unit
 class RelativeRate:
-    """Reads the rates of an optimizer's groups in the relative unit: acts on its every step."""
+    """Reads the rates of an optimizer's groups in the relative unit: acts on its every step, which
+    holds one more copy of what trains."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.weights = weights_of(model)
