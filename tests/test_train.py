@@ -95,6 +95,7 @@ def test_what_a_run_enlarges_and_repeats_is_said_before_it_starts(build, data, c
     assert "resolution: 2 pictures are smaller than 16 and enlarged" in said and "metadata.jsonl:1 first" in said
     assert "train_batch_size: a step takes 40 of " in said
     assert "learning_rate: 1 is a thousand times AdamW's usual" in said
+    assert f"validation.targets: is unset, so no target of {data}/targets.jsonl is measured" in said
 
 
 def test_epochs_beside_steps_are_refused(flags, capsys):

@@ -415,6 +415,18 @@ def test_audit_exit_codes(audit_folder, tmp_path, capsys):
     assert validation.main(["--targets", "x"]) == 2 and "--pipeline" in capsys.readouterr().err
 
 
+def test_a_run_in_place_of_its_pipeline_or_adapters_is_named(audit_folder, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/pipeline").symlink_to(audit_folder / "tuned")
+    (tmp_path / "run/lora").mkdir()
+    targets = ["--targets", str(audit_folder / "other.jsonl"), "--output_dir", str(tmp_path / "a")]
+    assert validation.main(["--pipeline", str(tmp_path / "run"), *targets]) == 2
+    assert f"not a diffusers pipeline; give {tmp_path}/run/pipeline" in capsys.readouterr().err
+    adapters = ["--pipeline", str(audit_folder / "tuned"), "--lora", str(tmp_path / "run")]
+    assert validation.main([*adapters, *targets]) == 2
+    assert f"is a run; give {tmp_path}/run/lora" in capsys.readouterr().err
+
+
 def test_an_audit_prints_its_settings(capsys):
     with pytest.raises(SystemExit, match="0"):
         validation.main(["--pipeline", "x", "--print_config=skip_default"])

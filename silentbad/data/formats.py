@@ -37,7 +37,8 @@ from silentbad.settings.data import DataSettings
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 REPEATED = re.compile(r"([0-9]{1,4})_(.+)")  # sd-scripts' folders: repeats, what they show
-TABLE = re.compile(r"\.(json.?|csv|tsv|parquet)")  # suffixes of what may be meant as metadata
+PACKED = (".arrow", ".parquet", ".tar")  # of a data set that `datasets` reads
+TABLE = re.compile(r"\.(json.?|csv|tsv)")  # suffixes of what may be meant as metadata
 KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id", "mask")
 PUBLISHED_FLAGS = (
     "seed",
@@ -89,8 +90,10 @@ def metadata_rows(path: Path, columns: Mapping[str, str]) -> Iterator[dict]:
                 raise UserError(f"{where}: no {column}; there are: {', '.join(entry)}")
             entry[key] = entry.pop(column)
         refuse_misspelt(entry, KNOWN_KEYS, where)
-        if "file_name" not in entry:
-            raise UserError(f"{where}: no file_name; --image_column takes another name")
+        for key, column in (("file_name", "image_column"), ("text", "caption_column")):
+            if key not in entry:
+                there = ", ".join(entry)
+                raise UserError(f"{where}: no {key}; --{column} takes another of: {there}")
         mask = entry.get("mask")
         yield row(
             where,
@@ -131,6 +134,9 @@ def repeated_rows(root: Path, folder: Path) -> Iterator[dict]:
 
 def _what_is_there(root: Path, folders: list[Path]) -> str:
     """Of a folder that cannot be read: what in it comes nearest, and what would make it right."""
+    packed = [f for f in sorted((*root.glob("*"), *root.glob("*/*"))) if f.suffix in PACKED]
+    if packed:
+        return f"{packed[0].relative_to(root)} is there; give --dataset_name {root}"
     tables = [file for file in sorted(root.iterdir()) if TABLE.fullmatch(file.suffix.lower())]
     tables = [file for file in tables if file.stem not in ("targets", "redraws")]
     pictures = images.picture_files(root)

@@ -79,6 +79,9 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
     own_lines = (*not_used, *records.remarks(), *records.check_parts())
     for line in (*own_lines, *records.unmatched_targets(targets)):
         warn(line)
+    beside = Path(config.train_data_dir or "", "targets.jsonl")
+    if config.train_data_dir and not targets and beside.is_file():
+        warn(f"validation.targets: is unset, so no target of {beside} is measured")
     if config.memory.region.name == "estimated" and not config.center_crop:
         records.refuse_random_windows()
     withheld: dict[str, list[str]] = {}

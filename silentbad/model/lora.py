@@ -198,6 +198,8 @@ def merged(module: Any) -> Any:
 def load(pipe: Any, path: str, base: str) -> None:
     """Put saved adapters on a pipeline: every tensor of the file on a layer, all of them finite.
     Raises UserError."""
+    if Path(path, "lora").is_dir():
+        raise UserError(f"--lora {path}: is a run; give {path}/lora")
     failed = f"--lora {path}: no adapters of '{base}'"
     folders = [name for name in COMPONENTS if (Path(path) / name / PEFT_CONFIG).is_file()]
     if folders:

@@ -126,7 +126,9 @@ def check_place(source: Source) -> None:
         )
     check_local(source.flag, path)
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "model_index.json")):
-        raise UserError(f"{source}: no model_index.json; not a diffusers pipeline")
+        of_run = os.path.join(source.path, "pipeline")
+        right = f"; give {of_run}" if os.path.isdir(of_run) else ""
+        raise UserError(f"{source}: no model_index.json; not a diffusers pipeline{right}")
 
 
 def check_components(index: dict[str, Any], source: Source) -> None:

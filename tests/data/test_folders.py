@@ -101,7 +101,23 @@ def linked(root):
         (root / file.name).symlink_to(file)
 
 
+def saved_data_set(root):
+    datasets.Dataset.from_dict({"text": ["one"]}).save_to_disk(str(root))
+
+
+def parquet_below(root):
+    (root / "data").mkdir()
+    (root / "data/train-00000-of-00001.parquet").write_bytes(b"x")
+
+
+def another_key(root):
+    metadata(pictures(root, "a.png"), {"file_name": "a.png", "caption": "one"})
+
+
 REFUSED = {
+    "a saved data set": (saved_data_set, ("arrow is there", "give --dataset_name")),
+    "parquet below": (parquet_below, ("data/train-00000-of-00001.parquet is there", "give --dataset_name")),
+    "another key": (another_key, ("no text", "--caption_column takes another of: file_name, caption")),
     "kohya's parent": (kohya_parent, ("img/ holds folders N_name/", "give ")),
     "a mask beside": (mask_beside, ("a-masklabel.png: no caption", "a mask is named in metadata.jsonl")),
     "links": (linked, ("leaves", "copy what it links to")),
