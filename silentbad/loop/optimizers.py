@@ -89,7 +89,7 @@ def try_step(kind: Any, group: dict[str, Any], settings: dict[str, Any]) -> None
         raise UserError(f"optimizer: {kind.__name__} makes a weight NaN or infinite in one step")
     if (weight > 1).any():
         raise UserError(f"optimizer: {kind.__name__} moves weights up the gradient, not down")
-    if (weight == 1).all():
+    if settings.get("lr", 1.0) > 1e-6 and like.dtype == torch.float32 and (weight == 1).all():
         warn(f"optimizer: the first step of {kind.__name__} moves no weight")
 
 
