@@ -77,6 +77,28 @@ class Run:
     products: Products
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What was read and loaded before anything trains; the parts of a run are made of it."""
+
+    config: TrainConfig
+    accelerator: Accelerator
+    folder: RunFolder
+    inputs: Inputs
+    effective_batch: int
+    steps_per_epoch: int
+    steps: int  # of the whole run
+    parts: pipeline.Components
+    encoder: Encoder
+    transform: Transform  # of the pictures that are trained on
+    reader: Reader
+
+    @property
+    def whole_pictures(self) -> Transform:
+        """The transform of pictures that are measured: squares."""
+        return replace(self.transform, step=0)
+
+
 def build(
     config: TrainConfig,
     accelerator: Accelerator,
@@ -88,25 +110,92 @@ def build(
     recovery_class: "type[RecoveryHook]",
 ) -> Run:
     """Load, check and connect the parts of a run; only caches are written. `sharded`: FSDP 2."""
-    rank = accelerator.process_index
-    world = accelerator.num_processes
-    device = accelerator.device
+    loaded = load(config, accelerator, folder, sharded)
+    inputs = loaded.inputs
+    parts = loaded.parts
+    effective_batch = loaded.effective_batch
 
-    # Data, and the length of the run
+    # Gradient control, and the optimizer over its groups; then as this number of processes needs it
+    control, optimizer, lr_scheduler = make_optimizer(loaded, controller)
+    model = parts.model if sharded else accelerator.prepare(parts.model)
+    forward = denoiser.training_forward(model, config, accelerator.mixed_precision)
+    optimizer = accelerator.prepare(optimizer)
+    predict = partial(prediction, loaded.encoder, model, accelerator)
+
+    # Memory, what a step is shown, what is measured while training
+    memory = make_memory(loaded, memory_class, predict)
+    loader = make_loader(loaded, memory)
+    recovery = make_recovery(loaded, recovery_class)
+    sheet = make_sheet(loaded)
+
+    # The hooks of a step: the levers, the user's own, and what measures
+    own_hooks = make_own_hooks(loaded, control.params, predict)
+    hooks: list[Hook] = [control, memory, *own_hooks]
+    if config.decay_to_base:
+        hooks.append(DecayToBase(optimizer, config.decay_to_base / loaded.steps))
+    hooks.append(RelativeChange(parts.model, every=config.log_every, total=loaded.steps))
+    if recovery is not None:
+        hooks.append(recovery)
+
+    # State, and what is written of it
+    meters = Meters()
+    timers = Timers()
+    stateful = {
+        "control": control,
+        "memory": memory,
+        "own_hooks": own_hooks if config.hooks else None,
+        "stream": loader.stream,
+        "scaler": accelerator.scaler,
+        "meters": meters,
+        "recovery": recovery,
+    }
+    state = make_state(loaded, optimizer, lr_scheduler, stateful)
+    log = Log(
+        folder, state, accelerator, meters=meters, timers=timers, effective_batch=effective_batch
+    )
+    return Run(
+        config=config,
+        accelerator=accelerator,
+        folder=folder,
+        records=inputs.records,
+        prior=inputs.prior,
+        parts=parts,
+        encoder=loaded.encoder,
+        model=model,
+        forward=forward,
+        predict=predict,
+        state=state,
+        control=control,
+        memory=memory,
+        hooks=Hooks(hooks),
+        loader=loader,
+        recovery=recovery,
+        sheet=sheet,
+        prompts=len(inputs.prompts),
+        meters=meters,
+        timers=timers,
+        checkpoints=make_checkpoints(loaded, state, meters, timers, recovery),
+        log=log,
+        products=make_products(loaded, state, recovery),
+    )
+
+
+def load(config: TrainConfig, accelerator: Accelerator, folder: RunFolder, sharded: bool) -> Loaded:
+    """Data, the length of the run, and models; what trains goes to its device."""
     inputs = load_inputs(config, accelerator, sharded)
-    effective_batch = config.train_batch_size * config.gradient_accumulation_steps * world
+    per_process = config.train_batch_size * config.gradient_accumulation_steps
+    effective_batch = per_process * accelerator.num_processes
     samples_per_epoch = epoch_length(inputs.info, config.memory.sampler.clean_ratio)
     steps_per_epoch = -(-samples_per_epoch // effective_batch)
-    total = config.max_train_steps or config.num_train_epochs * steps_per_epoch
-    draws = total * effective_batch / samples_per_epoch  # of each record
+    steps = config.max_train_steps or config.num_train_epochs * steps_per_epoch
+    draws = steps * effective_batch / samples_per_epoch  # of each record
     hard = hard_elements(inputs.info, inputs.targets, draws, own_pictures=inputs.prior is not None)
     if hard and config.memory.rehearsal.name.startswith("pairwise"):  # as where it was measured
         accelerator.print(hard)
     for step in config.validation.early_steps if config.validation.targets else ():
-        if step > total:
-            warn(f"validation.early_steps: {step} lies after the last step, {total}")
+        if step > steps:
+            warn(f"validation.early_steps: {step} lies after the last step, {steps}")
 
-    # Models; what trains goes to its device
     parts = pipeline.load_parts(
         config, inputs.schedule, inputs.tokenizer, accelerator.mixed_precision
     )
@@ -121,15 +210,35 @@ def build(
         warn(line)
     cache_bytes = config.cache_mb * 2**20
     encoder = Encoder(parts, accelerator, side=side, cache_bytes=cache_bytes, seed=config.seed)
-    denoiser.to_device(parts.model, config, device)
+    denoiser.to_device(parts.model, config, accelerator.device)
     if sharded:
-        shards.shard(parts.model, device, accelerator.mixed_precision)
+        shards.shard(parts.model, accelerator.device, accelerator.mixed_precision)
 
-    # Gradient control, and the optimizer over its groups
-    records = dict(Counter(inputs.info.roles.tolist()))
+    factor = pipeline.side_factor(parts.family, parts.backbone, parts.vae)
+    transform = Transform.of(config, side, checks.bucket_step(config, side, factor))
+    return Loaded(
+        config=config,
+        accelerator=accelerator,
+        folder=folder,
+        inputs=inputs,
+        effective_batch=effective_batch,
+        steps_per_epoch=steps_per_epoch,
+        steps=steps,
+        parts=parts,
+        encoder=encoder,
+        transform=transform,
+        reader=Reader(inputs.records, transform, config.seed, cache_bytes=cache_bytes),
+    )
+
+
+def make_optimizer(loaded: Loaded, controller: "type[Controller]") -> tuple["Controller", Any, Any]:
+    """Gradient control, the optimizer over its groups, and the schedule of its learning rate."""
+    config = loaded.config
+    parts = loaded.parts
+    records = dict(Counter(loaded.inputs.info.roles.tolist()))
     control = controller(parts.model, config.gradient_control, config.seed, records=records)
     groups = control.param_groups(config.adam_weight_decay)
-    rate_scale = effective_batch if config.scale_lr else 1.0
+    rate_scale = loaded.effective_batch if config.scale_lr else 1.0
     optimizer: Any = optimizers.make_optimizer(groups, config, rate_scale)
     if config.learning_rate_unit == "relative":
         RelativeRate(parts.model, optimizer)
@@ -138,163 +247,157 @@ def build(
         config.lr_scheduler,
         optimizer,
         num_warmup_steps=config.lr_warmup_steps,
-        num_training_steps=total,
+        num_training_steps=loaded.steps,
         power=config.lr_power,
         num_cycles=config.lr_num_cycles,
     )
     control.attach(optimizer, lr_scheduler)
+    return control, optimizer, lr_scheduler
 
-    # The same as this number of processes needs it
-    model = parts.model if sharded else accelerator.prepare(parts.model)
-    forward = denoiser.training_forward(model, config, accelerator.mixed_precision)
-    optimizer = accelerator.prepare(optimizer)
 
-    # Memory, which may ask the model and the data
-    factor = pipeline.side_factor(parts.family, parts.backbone, parts.vae)
-    transform = Transform.of(config, side, checks.bucket_step(config, side, factor))
-    reader = Reader(inputs.records, transform, config.seed, cache_bytes)
+def make_memory(
+    loaded: Loaded, memory_class: "type[Memory]", predict: Callable[..., torch.Tensor]
+) -> "Memory":
+    """Memory, which may ask the model and the data."""
+    reader = loaded.reader
+    accelerator = loaded.accelerator
     access = ModelAccess(
-        unet=parts.model,
-        predict=partial(prediction, encoder, model, accelerator),
-        encode=encoder.mode,
+        unet=loaded.parts.model,
+        predict=predict,
+        encode=loaded.encoder.mode,
         pictures=lambda rows: collate(reader.pictures(rows)),
         load=reader.load,
-        tokenizer=inputs.tokenizer,
+        tokenizer=loaded.inputs.tokenizer,
     )
-    memory = memory_class(
-        config.memory,
-        inputs.info,
-        parts.noise_scheduler,
+    return memory_class(
+        loaded.config.memory,
+        loaded.inputs.info,
+        loaded.parts.noise_scheduler,
         access,
-        seed=config.seed,
-        effective_batch=effective_batch,
-        max_steps=total,
-        rank=rank,
-        world=world,
+        seed=loaded.config.seed,
+        effective_batch=loaded.effective_batch,
+        max_steps=loaded.steps,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
         reduce=partial(accelerator.reduce, reduction="sum"),
     )
 
-    # What a step is shown
-    batches = batches_by_shape(inputs.records, transform, parts, config, accelerator.print)
-    draws = make_draws(config, reader, encoder, memory, accelerator)
-    loader = Loader(
+
+def make_loader(loaded: Loaded, memory: "Memory") -> Loader:
+    """What a step is shown."""
+    config = loaded.config
+    accelerator = loaded.accelerator
+    batches = batches_by_shape(
+        loaded.inputs.records, loaded.transform, loaded.parts, config, accelerator.print
+    )
+    draws = make_draws(config, loaded.reader, loaded.encoder, memory, accelerator)
+    return Loader(
         draws,
         Stream(memory.epochs.epoch, batches),
         batch_size=config.train_batch_size,
-        rank=rank,
-        world=world,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
         accumulation=config.gradient_accumulation_steps,
         workers=config.dataloader_num_workers,
-        device=device,
+        device=accelerator.device,
     )
 
-    # What is measured while training
-    recovery = None
-    if inputs.targets and (config.preview or not config.dry_run):
-        recovery = make_recovery(
-            recovery_class, config, inputs, replace(transform, step=0), parts, accelerator, folder
-        )
-    sheet = None
-    if inputs.prompts and not config.dry_run:
-        sheet = PromptSheet(
-            inputs.prompts,
-            config.validation,
-            components=parts.components(),
-            accelerator=accelerator,
-            output_dir=folder.path,
-            prediction_type=config.prediction_type,
-        )
 
-    # The hooks of a step: the levers, one's own, and what measures
+def make_sheet(loaded: Loaded) -> PromptSheet | None:
+    """What draws the sample prompts, where there are some."""
+    config = loaded.config
+    if not loaded.inputs.prompts or config.dry_run:
+        return None
+    return PromptSheet(
+        loaded.inputs.prompts,
+        config.validation,
+        components=loaded.parts.components(),
+        accelerator=loaded.accelerator,
+        output_dir=loaded.folder.path,
+        prediction_type=config.prediction_type,
+    )
+
+
+def make_own_hooks(
+    loaded: Loaded, params: list[torch.nn.Parameter], predict: Callable[..., torch.Tensor]
+) -> OwnHooks:
+    """The user's own hooks (`--hooks`)."""
+    accelerator = loaded.accelerator
     context = HookContext(
-        config=config,
-        model=parts.model,
-        params=control.params,
-        scheduler=parts.noise_scheduler,
-        predict=access.predict,
-        device=device,
-        rank=rank,
-        world=world,
-        effective_batch=effective_batch,
-        max_steps=total,
-        output_dir=folder.path,
+        config=loaded.config,
+        model=loaded.parts.model,
+        params=params,
+        scheduler=loaded.parts.noise_scheduler,
+        predict=predict,
+        device=accelerator.device,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+        effective_batch=loaded.effective_batch,
+        max_steps=loaded.steps,
+        output_dir=loaded.folder.path,
     )
-    own_hooks = OwnHooks(inputs.hooks, context, config.hook_options)
-    hooks: list[Hook] = [control, memory, *own_hooks]
-    if config.decay_to_base:
-        hooks.append(DecayToBase(optimizer, config.decay_to_base / total))
-    hooks.append(RelativeChange(parts.model, every=config.log_every, total=total))
-    if recovery is not None:
-        hooks.append(recovery)
+    return OwnHooks(loaded.inputs.hooks, context, loaded.config.hook_options)
 
-    # State, and what is written of it
-    meters = Meters()
-    timers = Timers()
-    state = TrainState(
-        parts.model,
-        optimizer,
-        lr_scheduler,
-        denoiser.make_ema(parts.model, config, device),
-        total=total,
-        steps_per_epoch=steps_per_epoch,
+
+def make_state(
+    loaded: Loaded, optimizer: Any, lr_scheduler: Any, others: dict[str, Any]
+) -> TrainState:
+    """What trains and how far it is; `others` are further parts of a checkpoint."""
+    parts = loaded.parts
+    return TrainState(
+        model=parts.model,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        ema=denoiser.make_ema(parts.model, loaded.config, loaded.accelerator.device),
+        total=loaded.steps,
+        steps_per_epoch=loaded.steps_per_epoch,
         train_timesteps=parts.noise_scheduler.config.num_train_timesteps,
-        others={
-            "control": control,
-            "memory": memory,
-            "own_hooks": own_hooks if config.hooks else None,
-            "stream": loader.stream,
-            "scaler": accelerator.scaler,
-            "meters": meters,
-            "recovery": recovery,
-        },
+        others=others,
     )
+
+
+def make_checkpoints(
+    loaded: Loaded,
+    state: TrainState,
+    meters: Meters,
+    timers: Timers,
+    recovery: "RecoveryHook | None",
+) -> Checkpoints:
+    """What saves and resumes the state, and the facts that a resume compares."""
+    inputs = loaded.inputs
+    embedder = None if recovery is None else recovery.embedder.describe()
     facts = identity.facts(
-        config,
+        loaded.config,
         inputs.records,
         inputs.held_out,
         inputs.targets,
-        None if recovery is None else recovery.embedder.describe(),
-        effective_batch,
+        embedder,
+        loaded.effective_batch,
     )
-    checkpoints = Checkpoints(
-        folder, state, accelerator, meters, timers, config.checkpoints_total_limit, facts
-    )
-    products = Products(
-        config,
-        folder,
-        state,
-        parts,
-        encoder,
-        accelerator,
-        info=inputs.info,
-        targets=inputs.targets,
-        results=lambda: recovery.results() if recovery is not None and recovery.history else [],
-        kept=lambda: recovery.kept_line() if recovery is not None else "",
-    )
-    return Run(
-        config=config,
-        accelerator=accelerator,
-        folder=folder,
-        records=inputs.records,
-        prior=inputs.prior,
-        parts=parts,
-        encoder=encoder,
-        model=model,
-        forward=forward,
-        predict=access.predict,
+    return Checkpoints(
+        folder=loaded.folder,
         state=state,
-        control=control,
-        memory=memory,
-        hooks=Hooks(hooks),
-        loader=loader,
-        recovery=recovery,
-        sheet=sheet,
-        prompts=len(inputs.prompts),
+        accelerator=loaded.accelerator,
         meters=meters,
         timers=timers,
-        checkpoints=checkpoints,
-        log=Log(folder, state, accelerator, meters, timers, effective_batch),
-        products=products,
+        limit=loaded.config.checkpoints_total_limit,
+        facts=facts,
+    )
+
+
+def make_products(loaded: Loaded, state: TrainState, recovery: "RecoveryHook | None") -> Products:
+    """What writes pipelines and their cards."""
+    return Products(
+        config=loaded.config,
+        folder=loaded.folder,
+        state=state,
+        parts=loaded.parts,
+        encoder=loaded.encoder,
+        accelerator=loaded.accelerator,
+        info=loaded.inputs.info,
+        targets=loaded.inputs.targets,
+        results=lambda: recovery.results() if recovery is not None and recovery.history else [],
+        kept=lambda: recovery.kept_line() if recovery is not None else "",
     )
 
 
@@ -374,33 +477,32 @@ def make_draws(
     )
 
 
-def make_recovery(
-    recovery_class: "type[RecoveryHook]",
-    config: TrainConfig,
-    inputs: Inputs,
-    whole_pictures: Transform,
-    parts: pipeline.Components,
-    accelerator: Accelerator,
-    folder: RunFolder,
-) -> "RecoveryHook":
-    """What measures recovery; masks that the targets lack are estimated first."""
-    masked, estimated = with_masks(inputs.targets, inputs.records, whole_pictures, config.seed)
+def make_recovery(loaded: Loaded, recovery_class: "type[RecoveryHook]") -> "RecoveryHook | None":
+    """What measures recovery, where there are targets; masks that they lack are estimated first."""
+    config = loaded.config
+    inputs = loaded.inputs
+    accelerator = loaded.accelerator
+    if not inputs.targets or (config.dry_run and not config.preview):
+        return None
+    pictures = loaded.whole_pictures
+    masked, estimated = with_masks(inputs.targets, inputs.records, pictures, config.seed)
     for name in estimated:
         accelerator.print(f"target {name}: masks of its elements are estimated from their pictures")
     nearest = config.validation.nearest
+    backbone = loaded.parts.family.backbone
     return recovery_class(
         config.validation,
         targets=masked,
         estimated=estimated,
-        components=parts.components(),
+        components=loaded.parts.components(),
         accelerator=accelerator,
-        output_dir=folder.path,
+        output_dir=loaded.folder.path,
         seed=config.seed,
         cache_dir=config.cache_dir,
-        held_out=by_role(inputs.held_out, whole_pictures, config.seed),
-        training=shown(inputs.records, whole_pictures, config.seed, nearest),
+        held_out=by_role(inputs.held_out, pictures, config.seed),
+        training=shown(inputs.records, pictures, config.seed, nearest),
         prediction_type=config.prediction_type,
-        base=base_files(Source.of(config), {parts.family.backbone: config.non_ema_revision}),
+        base=base_files(Source.of(config), {backbone: config.non_ema_revision}),
     )
 
 

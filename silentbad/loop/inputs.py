@@ -25,8 +25,8 @@ from silentbad.loop.hooks import Hook, hook_classes
 from silentbad.loop.prior import Prior, draw_prior, read_prompts
 from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import load_prompts
+from silentbad.measure.redraws import load_redraws
 from silentbad.measure.sheet import Prompt
-from silentbad.measure.thresholds import load_redraws
 from silentbad.memory.masks import estimate_mask, mask_to_image
 from silentbad.model import pipeline
 from silentbad.settings.train import TrainConfig
@@ -68,27 +68,8 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
         base = config.pretrained_model_name_or_path
         own_prompts = read_prompts(own.prompts, tokenizer, base)
 
-    # Records; one process builds their table
     hooks = hook_classes(config.hooks)
-    with accelerator.main_process_first():
-        records = chosen(load_records(config), hooks, config.hook_options)
-    if not config.allow_target_images:
-        records.refuse_targets(targets)
-    # of the published layout, flags choose some of the pictures
-    not_used = () if is_published(Path(config.train_data_dir or "")) else records.not_used()
-    own_lines = (*not_used, *records.remarks(), *records.check_parts())
-    for line in (*own_lines, *records.unmatched_targets(targets)):
-        warn(line)
-    beside = Path(config.train_data_dir or "", "targets.jsonl")
-    if config.train_data_dir and not targets and beside.is_file():
-        warn(f"validation.targets: is unset, so no target of {beside} is measured")
-    if config.memory.region.name == "estimated" and not config.center_crop:
-        records.refuse_random_windows()
-    withheld: dict[str, list[str]] = {}
-    if config.withhold:
-        left_out = records.showing(config.withhold).info()
-        withheld = {target: left_out.phrases_of(target) for target in left_out.elements_of}
-        records = records.without(config.withhold)
+    records, withheld = records_of(config, hooks, targets, accelerator)
     check_prompts(targets, tokenizer, validation.unrelated)
     for line in records.check_captions(tokenizer):
         warn(f"{line}; its end is cut off")
@@ -127,6 +108,36 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
         targets=targets,
         info=info,
     )
+
+
+def records_of(
+    config: TrainConfig,
+    hooks: dict[str, type[Hook]],
+    targets: list[Target],
+    accelerator: Accelerator,
+) -> tuple[Records, dict[str, list[str]]]:
+    """The records that are trained on, and the phrases of elements withheld by target; one process
+    builds their table."""
+    with accelerator.main_process_first():
+        records = chosen(load_records(config), hooks, config.hook_options)
+    if not config.allow_target_images:
+        records.refuse_targets(targets)
+    # of the published layout, flags choose some of the pictures
+    not_used = () if is_published(Path(config.train_data_dir or "")) else records.not_used()
+    own_lines = (*not_used, *records.remarks(), *records.check_parts())
+    for line in (*own_lines, *records.unmatched_targets(targets)):
+        warn(line)
+    beside = Path(config.train_data_dir or "", "targets.jsonl")
+    if config.train_data_dir and not targets and beside.is_file():
+        warn(f"validation.targets: is unset, so no target of {beside} is measured")
+    if config.memory.region.name == "estimated" and not config.center_crop:
+        records.refuse_random_windows()
+    withheld: dict[str, list[str]] = {}
+    if config.withhold:
+        left_out = records.showing(config.withhold).info()
+        withheld = {target: left_out.phrases_of(target) for target in left_out.elements_of}
+        records = records.without(config.withhold)
+    return records, withheld
 
 
 def chosen(
