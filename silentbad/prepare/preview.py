@@ -6,9 +6,6 @@ cut head, or a wrong phrase.
 writes my-photos/preview.html, which holds its pictures itself.
 """
 
-import base64
-import html
-import io
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +16,8 @@ from silentbad.data.schema import json_lines
 from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.files import check_file
 from silentbad.prepare.compose import fit
+from silentbad.report import pages
+from silentbad.report.pages import Shot
 from silentbad.settings.commands import PreviewOptions
 from silentbad.settings.startup import options, refused
 
@@ -27,23 +26,7 @@ EACH = 6  # pictures of an element
 CLEAN = 12
 OUTLINE = (255, 0, 255)
 
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.4 sans-serif; margin: 1rem auto; max-width: 82rem; padding: 0 1rem }}
-h2 {{ margin: 2rem 0 .3rem }}
-.row {{ display: flex; flex-wrap: wrap; gap: .6rem }}
-figure {{ margin: 0; width: {width}px }}
-img {{ width: 100%; display: block; image-rendering: pixelated }}
-figcaption {{ font-size: .8rem; overflow-wrap: anywhere }}
-</style>
-<h1>{title}</h1>
-<p>Pictures are resized to {resolution} pixels, as training sees them. Outside its mask a picture is
-dimmed; the outline is the mask's. A mask must hold the whole thing, and nothing else.</p>
-{sections}
-</html>
-"""
+Section = tuple[str, list[Shot]]  # its title, and its pictures
 
 
 def as_seen(image: Image.Image, resolution: int) -> Image.Image:
@@ -71,33 +54,25 @@ def united(layers: list[tuple[Image.Image, Image.Image]]) -> Image.Image:
     return union
 
 
-def figure(image: Image.Image, text: str) -> str:
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    data = base64.b64encode(stream.getvalue()).decode()
-    words = html.escape(text)
-    source = f"data:image/png;base64,{data}"
-    return f'<figure><img src="{source}" alt="{words}"><figcaption>{words}</figcaption></figure>'
-
-
-def section(title: str, figures: list[str]) -> str:
-    return f'<h2>{html.escape(title)}</h2>\n<div class="row">{"".join(figures)}</div>'
+def shown(image: Image.Image, text: str) -> Shot:
+    """A picture of the page."""
+    return pages.shot(np.asarray(image), text)
 
 
 def opened(root: Path, entry: dict, key: str, where: str) -> Image.Image:
     return open_image(safe_path(root, entry.get(key), where, key), where)
 
 
-def target_section(root: Path, where: str, target: dict, resolution: int) -> str:
+def target_section(root: Path, where: str, target: dict, resolution: int) -> Section:
     """A target with the masks of its elements over it."""
     picture = opened(root, target, "image", where)
-    figures = [figure(picture.resize((SHOWN, SHOWN)), f"{picture.width}x{picture.height}")]
-    figures.append(figure(as_seen(picture, resolution), target.get("prompt") or "as seen"))
+    figures = [shown(picture.resize((SHOWN, SHOWN)), f"{picture.width}x{picture.height}")]
+    figures.append(shown(as_seen(picture, resolution), target.get("prompt") or "as seen"))
     for phrase, file in zip(target.get("phrases", []), target.get("masks") or [], strict=False):
         if file:
             mask = open_mask(safe_path(root, file, where, "masks"), picture.size, where)
-            figures.append(figure(masked(picture, mask, resolution), phrase))
-    return section(f"target {target.get('target_id')}", figures)
+            figures.append(shown(masked(picture, mask, resolution), phrase))
+    return f"target {target.get('target_id')}", figures
 
 
 def element_sections(
@@ -105,10 +80,10 @@ def element_sections(
     records: list[tuple[str, dict]],
     target: dict,
     resolution: int,
-) -> list[str]:
+) -> list[Section]:
     """The first pictures of each element of a target, and unions of all but one."""
     layers: dict[str, tuple[Image.Image, Image.Image]] = {}
-    sections = []
+    sections: list[Section] = []
     of_target = [
         (where, entry)
         for where, entry in records
@@ -124,14 +99,14 @@ def element_sections(
                 file = safe_path(root, entry["mask"], where, "mask")
                 mask = open_mask(file, picture.size, where)
                 layers.setdefault(element, (picture, mask))
-            figures.append(figure(masked(picture, mask, resolution), str(entry.get("text"))))
-        sections.append(section(f"{element}: {len(its_records)} pictures", figures))
+            figures.append(shown(masked(picture, mask, resolution), str(entry.get("text"))))
+        sections.append((f"{element}: {len(its_records)} pictures", figures))
     if len(layers) > 2:
         unions = []
         for left_out in layers:
-            shown = united([layers[element] for element in layers if element != left_out])
-            unions.append(figure(as_seen(shown, resolution), f"without {left_out}"))
-        sections.append(section("unions of all but one, as rehearsal shows them", unions))
+            union = united([layers[element] for element in layers if element != left_out])
+            unions.append(shown(as_seen(union, resolution), f"without {left_out}"))
+        sections.append(("unions of all but one, as rehearsal shows them", unions))
     return sections
 
 
@@ -143,27 +118,23 @@ def sheet(root: Path, resolution: int) -> str:
     for name in ("metadata.jsonl", "targets.jsonl"):
         check_file("--data", root / name, "give a folder of silentbad.prepare")
     records = list(json_lines(root / "metadata.jsonl"))
-    sections = []
+    sections: list[Section] = []
     for where, target in json_lines(root / "targets.jsonl"):
         sections.append(target_section(root, where, target, resolution))
         sections += element_sections(root, records, target, resolution)
     clean = [pair for pair in records if pair[1].get("role") == "clean"]
     figures = [
-        figure(as_seen(opened(root, entry, "file_name", where), resolution), str(entry.get("text")))
+        shown(as_seen(opened(root, entry, "file_name", where), resolution), str(entry.get("text")))
         for where, entry in clean[:CLEAN]
     ]
-    sections.append(section(f"clean: {len(clean)} pictures", figures))
-    return PAGE.format(
-        title=html.escape(f"Data: {root.name}"),
-        width=SHOWN,
-        resolution=resolution,
-        sections="\n".join(sections),
-    )
+    sections.append((f"clean: {len(clean)} pictures", figures))
+    data = {"name": root.name, "resolution": resolution, "sections": sections}
+    return pages.render("data.html.j2", data)
 
 
 def is_preview(file: Path) -> bool:
     """Whether a page is one of these."""
-    return "<title>Data: " in file.read_text(encoding="utf-8", errors="replace")[:300]
+    return "<title>Data: " in file.read_text(encoding="utf-8", errors="replace")[:1000]
 
 
 def write_preview(root: Path, resolution: int) -> Path:

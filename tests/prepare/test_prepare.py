@@ -354,7 +354,7 @@ def test_a_preview_shows_everything_at_once(data):
     assert (data / "preview.html").is_file()
     assert all(f"{phrase}, " in page for phrase in PHRASES)
     assert page.count("<img") == 5 + 3 * 6 + 3 + 12  # target, elements, unions, clean
-    assert "without cat-cup/2" in page and "http" not in page
+    assert "without cat-cup/2" in page and "://" not in page
 
 
 def test_a_preview_dims_what_its_mask_leaves_out():
