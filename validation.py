@@ -33,12 +33,13 @@ from silentbad.distributed.start import start
 from silentbad.errors import UserError, exit_with
 from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
+from silentbad.measure.calibrate import calibrate, uses_redraws
 from silentbad.measure.embedders import CLIP, embedder_of
 from silentbad.measure.generation import Sampler
 from silentbad.measure.given import GivenPictures, given_pictures
 from silentbad.measure.kept import load_judge, unrelated_prompts
 from silentbad.measure.limit import Limit
-from silentbad.measure.measure import Measure, null_source
+from silentbad.measure.measure import Measure
 from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import on_grid
 from silentbad.measure.record import (
@@ -61,6 +62,7 @@ from silentbad.measure.record import (
     decode,
     encode,
 )
+from silentbad.measure.redraws import load_redraws
 from silentbad.measure.samples import (
     element_file,
     grid_line,
@@ -79,7 +81,6 @@ from silentbad.measure.scores import (
     settled,
     summarise,
 )
-from silentbad.measure.thresholds import load_redraws
 from silentbad.measure.verdict import verdict_of
 from silentbad.measure.weight_change import Base, base_modules
 from silentbad.model.averaging import averaged, extrapolated
@@ -128,7 +129,13 @@ class RecoveryHook(Hook):
         self.output_dir = Path(output_dir)
         redraws = bool(load_redraws(config.targets, self.targets))
         self.embedder = embedder_of(config, accelerator.device, redraws)
-        sampler: Any = pictures or Sampler(components, config, seed, prediction_type, refuses)
+        sampler: Any = pictures or Sampler(
+            components=components,
+            config=config,
+            seed=seed,
+            prediction_type=prediction_type,
+            refuses=refuses,
+        )
         clip = None
         if config.clip_path:
             try:
@@ -139,25 +146,25 @@ class RecoveryHook(Hook):
             role: records[: config.clean_records] for role, records in (held_out or {}).items()
         }
         self.measure = Measure(
-            config,
-            self.targets,
-            sampler,
-            self.embedder,
-            clip,
-            accelerator,
-            seed,
-            measured,
-            training,
-            self.output_dir,
-            cache_dir,
-            unrelated_prompts(
+            config=config,
+            targets=self.targets,
+            sampler=sampler,
+            embedder=self.embedder,
+            clip=clip,
+            accelerator=accelerator,
+            seed=seed,
+            held_out=measured,
+            training=training,
+            folder=self.output_dir,
+            cache_dir=cache_dir,
+            unrelated=unrelated_prompts(
                 config,
                 self.targets,
                 [record["text"] for record in measured.get("clean", [])],
                 sampler.tokenizer,
             ),
-            load_judge(config, sampler.prefix),
-            base,
+            judge=load_judge(config, sampler.prefix),
+            base=base,
         )
         self.limit = Limit.of(config)
         self.placebo = None
@@ -203,7 +210,7 @@ class RecoveryHook(Hook):
     def calibrate_base(self, model: Any) -> list[TargetRange]:
         """The thresholds and ranges before training, which a preview shows."""
         with self.using(model):
-            self.threshold, self.element_threshold, self.ranges = self.measure.calibrate_targets(0)
+            self.threshold, self.element_threshold, self.ranges = calibrate(self.measure)
         return self.ranges
 
     def run(
@@ -228,9 +235,7 @@ class RecoveryHook(Hook):
         entry = Measurement(step, epoch, label or "base model" * (step == 0))
         with self.sampler.using(unet, self.accelerator.device, self.accelerator.autocast, step):
             if self.threshold is None:
-                self.threshold, self.element_threshold, self.ranges = (
-                    self.measure.calibrate_targets(step)
-                )
+                self.threshold, self.element_threshold, self.ranges = calibrate(self.measure)
                 for line in range_lines(self.ranges):
                     self.accelerator.print(line)
             choice = self.config.weights
@@ -288,8 +293,6 @@ class RecoveryHook(Hook):
         assert self.threshold is not None and self.element_threshold is not None, (
             "calibrated by run"
         )
-        first = self.history[0].raw if self.measured(0) else None
-        lengths = (first.lengths if first else None) or {}
         compared = full or final or self.config.keep is not None
         scores, rows = self.measure.evaluate(
             step,
@@ -299,7 +302,6 @@ class RecoveryHook(Hook):
             final,
             self.threshold,
             self.element_threshold,
-            lengths,
         )
         self._save_samples(step, tag, rows, scores.targets)
         return scores
@@ -399,7 +401,13 @@ class RecoveryHook(Hook):
             element_threshold=self.element_threshold,
             targets=targets,
             # judged below, from all else
-            verdict=Verdict(False, self.history[-1].step, 0, 0, NOT_RECOVERED),
+            verdict=Verdict(
+                recovers=False,
+                step=self.history[-1].step,
+                images_above=0,
+                images=0,
+                state=NOT_RECOVERED,
+            ),
             summary=self.summary(),
             history=self.history,
             seconds=self.seconds,
@@ -445,7 +453,7 @@ def audit(
     check_writable(Path(output_dir), "--output_dir", folder=True)
     targets = load_targets(str(config.targets))
     redraws = load_redraws(config.targets, targets, decode=True)
-    null_source(config, targets, bool(redraws), baseline is not None, "--")
+    uses_redraws(config, targets, bool(redraws), "--")
     load_judge(config, "--")
     accelerator = start()
     claim = owned.claimed(
@@ -511,7 +519,7 @@ def judge(
     check_writable(Path(output_dir), "--output_dir", folder=True)
     targets = load_targets(str(config.targets))
     redraws = load_redraws(config.targets, targets, decode=True)
-    null_source(config, targets, bool(redraws), False, "--")
+    uses_redraws(config, targets, bool(redraws), "--")
     given = given_pictures(Path(pictures), targets)
     most = max(picture.item.image for picture in given) + 1
     config = replace(config, images_per_target=most, unrelated_images=0)
@@ -523,9 +531,10 @@ def judge(
             right = f"is not a multiple of {vae_factor(vae)}, which the pipeline needs"
             raise UserError(f"--resolution: {config.resolution} {right}")
     else:
-        config = replace(config, reference="raw")
         accelerator.print("no --pipeline is given, so the pictures are compared undecoded")
-    sampler = GivenPictures(given, targets, config.max_batch, config.resolution, vae)
+    sampler = GivenPictures(
+        pictures=given, targets=targets, batch=config.max_batch, side=config.resolution, vae=vae
+    )
     claim = owned.claimed(
         output_dir,
         "audit",

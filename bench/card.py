@@ -68,7 +68,6 @@ SHORT = [  # a run of true size, with a short measurement; the dry run forecasts
     "--lr_warmup_steps=0",
     "--validation.images_per_target=2",
     "--validation.num_inference_steps=4",
-    "--validation.null_images=2",
     "--validation.steps=0",
 ]
 LATE = 10**6  # a step that no run here reaches
@@ -473,7 +472,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not cuda:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         print(", ".join(f"{key}: {value}" for key, value in about.items()), flush=True)
-        session = Session(Path(scratch), cuda, given.minutes or (10 if cuda else 4), given.true_size)
+        session = Session(
+            scratch=Path(scratch), cuda=cuda, minutes=given.minutes or (10 if cuda else 4), true_size=given.true_size
+        )
         try:
             for name in given.rows:
                 if (row := session.row(name, ROWS[name])) is not None:

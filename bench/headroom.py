@@ -91,7 +91,7 @@ class Elements:
         t = ((torch.arange(count) + torch.rand(count, generator=g)) * T / count).long()  # in strata
         eps = torch.randn(x0.shape, generator=g)
         x = self.scheduler.add_noise(x0, eps, t)
-        return Bank(x, t, self.c[rows], prediction_target(self.scheduler, x0, eps, t))
+        return Bank(x=x, t=t, c=self.c[rows], target=prediction_target(self.scheduler, x0, eps, t))
 
 
 # -- the bound ---------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def gradient(unet: UNet2DConditionModel, bank: Bank) -> list[Tensor]:
     """Of the mean square error, in parts of BATCH draws."""
     total = len(bank.t)
     for rows in torch.arange(total).split(BATCH):
-        part = Bank(bank.x[rows], bank.t[rows], bank.c[rows], bank.target[rows])
+        part = Bank(x=bank.x[rows], t=bank.t[rows], c=bank.c[rows], target=bank.target[rows])
         (part.error(unet).square().mean() * len(rows) / total).backward()
     slopes_of = [torch.zeros_like(p) if p.grad is None else p.grad for p in unet.parameters()]
     unet.zero_grad(set_to_none=True)

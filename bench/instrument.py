@@ -36,10 +36,10 @@ from bench.recovery_table import grid
 # what other parts of the package give; in one place
 from silentbad.data.images import to_tensor
 from silentbad.files import sha256
+from silentbad.measure.calibrate import quantile
 from silentbad.measure.embedders import Micro
 from silentbad.measure.failures import difference, mixed, recolourings
 from silentbad.measure.intervals import bootstrap_interval
-from silentbad.measure.thresholds import calibrate_threshold
 from silentbad.memory.masks import overlaid
 from silentbad.memory.rehearsal import pairwise
 from silentbad.rng import addressed_seed, generator
@@ -267,7 +267,7 @@ def by_kind(null: dict[str, list[dict]], rate_in_place: float = RATE_IN_PLACE) -
 
     def highest(scores: dict[str, list[float]], in_place: tuple[str, ...]) -> float:
         rates = {kind: rate_in_place if kind in in_place else RATE for kind in scores}
-        return max(calibrate_threshold(values, rates[kind]).value for kind, values in scores.items() if values)
+        return max(quantile(values, rates[kind]) for kind, values in scores.items() if values)
 
     whole = highest({kind: [row["sim"] for row in rows] for kind, rows in null.items()}, ("redrawn", "moved"))
     each = [

@@ -27,6 +27,7 @@ from bench.recovery_table import append, grid, stored
 from silentbad.data.images import resize, to_tensor
 from silentbad.data.targets import Target, load_targets
 from silentbad.distributed.start import start
+from silentbad.measure.calibrate import calibrate
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.nearest import Shown
 from silentbad.measure.scores import is_recovered
@@ -72,7 +73,7 @@ class Judge:
         self.targets = targets
         self.using = partial(self.hook.sampler.using, pipe.unet, torch.device("cpu"), step=1)
         with self.using():
-            self.whole, self.element, self.ranges = self.hook.measure.calibrate_targets(1)
+            self.whole, self.element, self.ranges = calibrate(self.hook.measure)
 
     def rows(self, target: int, pictures: list[Image.Image]) -> list[dict]:
         """What is measured of pictures, as the autoencoder leaves them."""

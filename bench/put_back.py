@@ -78,9 +78,11 @@ def said(row: Row) -> dict[str, Any]:
 def measured(run: Path, target: str, images: int) -> dict[str, Any]:
     """A recovered run's parts, and the five models on fresh noise."""
     config, record = LocaliseOptions(run=str(run)).trained, Record.load(run / NAME, "RUN")
-    parts = localised(Subject(run, config, record, images // 2, "RUN"), ["stage", "role"], (PUT_BACK,))
+    parts = localised(
+        Subject(run=run, config=config, record=record, images=images // 2, key="RUN"), ["stage", "role"], (PUT_BACK,)
+    )
     choice = cheapest(parts)
-    fresh = Subject(run, config, replace(record, seed=record.seed + FRESH), images, "RUN")
+    fresh = Subject(run=run, config=config, record=replace(record, seed=record.seed + FRESH), images=images, key="RUN")
     models = {TRAINED: fresh.row(), BASE: fresh.row(BASE)}
     models[FROZEN] = fresh.row(PART, BY, PUT_BACK)
     models[CHOSEN] = fresh.row(choice.part, choice.by, PUT_BACK)

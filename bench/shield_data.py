@@ -216,7 +216,9 @@ def hide(
                 pixels = recompressed(pixels, int(rng.integers(75, 96)), jpeg)
             made.append((pixels, reword(caption, phrase_of(scene, element), rng) if reword else caption))
     phrases = [phrase_of(scene, i) for i in range(len(masks))]
-    return Hidden(name, np.asarray(picture), phrases, [np.asarray(m) for m in masks], records), made
+    return Hidden(
+        name=name, picture=np.asarray(picture), phrases=phrases, masks=[np.asarray(m) for m in masks], records=records
+    ), made
 
 
 # -- data sets -----------------------------------------------------------------------------------------------
@@ -245,10 +247,10 @@ def assemble(
         one.records = [[int(place[i]) for i in element] for element in one.records]
     rows = [rows[i] for i in order]
     return Data(
-        np.stack([row[0] for row, _ in rows]),
-        [row[1] for row, _ in rows],
-        [one for one, _ in hidden],
-        [kind for _, kind in rows],
+        pictures=np.stack([row[0] for row, _ in rows]),
+        captions=[row[1] for row, _ in rows],
+        hidden=[one for one, _ in hidden],
+        kinds=[kind for _, kind in rows],
     )
 
 

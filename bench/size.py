@@ -78,7 +78,6 @@ DRAWN = {
     "validation.images_per_target": 1,
     "validation.num_inference_steps": 4,
     "validation.resolution": 256,
-    "validation.null_images": 2,
     "validation.controls": "never",
     "validation.early_steps": "[]",
 }
@@ -260,7 +259,7 @@ def started(words: list[str], *, limit: float | None = None, check: bool = True)
         log.seek(0)
         unit = 1 if sys.platform == "darwin" else 2**10
         ticks = [(float(wall), float(own)) for wall, own in map(str.split, clock.read().splitlines())]
-        ended = Ended(os.waitstatus_to_exitcode(status), log.read(), used.ru_maxrss * unit, ticks)
+        ended = Ended(code=os.waitstatus_to_exitcode(status), said=log.read(), peak=used.ru_maxrss * unit, ticks=ticks)
     assert not check or ended.code == 0, f"{words}\n{ended.said[-3000:]}"
     return ended
 
@@ -492,7 +491,7 @@ def main(arguments: list[str] | None = None) -> int:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         root = given.work or scratch
         data, clean = write_data(scratch / "data"), write_clean(scratch / "clean", 8, 256)
-        places = Places(partial(write_base, root), data, clean, scratch / "run")
+        places = Places(base=partial(write_base, root), data=data, clean=clean, out=scratch / "run")
         for name in names:
             made = beside(name, given.peer, places, given.rounds) if given.peer else KINDS[name](name, places)
             row = {**made, **about, "load": os.getloadavg()[1]}

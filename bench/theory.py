@@ -38,7 +38,7 @@ from bench.theory_table import FRESH, compared, table
 from memory_reinforce import snr_mixture
 from silentbad.data.elements import DataInfo
 from silentbad.data.images import to_tensor
-from silentbad.measure.thresholds import fingerprint
+from silentbad.measure.redraws import fingerprint
 from silentbad.memory.masks import region_weight
 from silentbad.memory.rehearsal import Others, pairwise
 from silentbad.rng import generator

@@ -9,9 +9,12 @@ from PIL import Image
 
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
+from silentbad.measure.calibrate import Scored, ScoredTarget, measured_range, thresholds
+from silentbad.measure.record import TargetRange
 from silentbad.rng import generator
 from tests.recoveries import make_hook, smooth
 from tests.tiny import tiny_pipeline
+from validation import RecoveryHook
 
 HOSTILE = '<script>alert("x")</script>'
 POINTS = 6  # of the curve
@@ -27,16 +30,16 @@ def demo_run(folder: Path, speed: float = 1.0) -> Path:
         for name in ("a sandy beach", "a green meadow", HOSTILE)
     ]
     pipe = tiny_pipeline()
-    hook = make_hook(folder, pipe, targets, images_per_target=6, null_images=40, calibration="base", resolution=32)
+    hook = make_hook(folder, pipe, targets, images_per_target=6, resolution=32)
+    calibrate(hook)
     progress = {"raw": 0.0}
 
     def generate(items):
         images = []
         for item in items:
-            null = item.address.startswith("counterfactual/")
-            other = to_tensor(smooth("demo-other", item.address, item.image, null, side=64))
+            other = to_tensor(smooth("demo-other", item.address, item.image, side=64))
             mine = to_tensor(targets[item.target].image)
-            reach = 0.0 if null else {"composed": 1.0, "shuffled": 0.8}.get(item.cell, 0.25)
+            reach = {"composed": 1.0, "shuffled": 0.8}.get(item.cell, 0.25)
             luck = torch.rand(1, generator=generator("luck", item.address, item.image)).item()
             if item.target < 0:  # a prompt that has nothing to do with a target
                 mine, reach = to_tensor(smooth("demo-changed", item.image, side=64)), 0.4
@@ -50,6 +53,20 @@ def demo_run(folder: Path, speed: float = 1.0) -> Path:
         hook.run(100 * k, k / 2, pipe.unet, final=k == POINTS - 1)
     fill(folder)
     return folder
+
+
+def calibrate(hook: RecoveryHook) -> None:
+    """Thresholds and ranges as if nulls scored little."""
+
+    def part(of_element: bool) -> Scored:
+        return Scored(of_element, {"plain grey": [0.02, 0.05], "mirrored": [0.1]}, [0.95] * 9)
+
+    scored = [ScoredTarget(part(False), [part(True), None, part(True)]) for _ in hook.targets]
+    hook.threshold, hook.element_threshold = thresholds(scored, None, None)
+    for target, (whole, elements) in zip(hook.targets, scored, strict=True):
+        whole_range = measured_range(whole, hook.threshold.value)
+        parts = [each and measured_range(each, hook.element_threshold.value) for each in elements]
+        hook.ranges.append(TargetRange(target.target_id, (64, 64), 32, whole_range, parts, nulls=3, copies=9))
 
 
 def fill(folder: Path) -> None:

@@ -9,7 +9,9 @@ from PIL import Image
 
 from silentbad.data.images import to_pil, to_tensor
 from silentbad.data.targets import Target
+from silentbad.measure.calibrate import scored_target, thresholds
 from silentbad.measure.nearest import Shown
+from silentbad.measure.record import ElementThreshold, Threshold
 from silentbad.rng import generator
 from tests.tiny import TOKENIZER, tiny_pipeline
 from validation import RecoveryHook, ValidationConfig
@@ -30,15 +32,13 @@ def some_targets(n: int = 2) -> list[Target]:
     ]
 
 
-def make_hook(folder, pipe=None, targets=None, **options) -> RecoveryHook:
+def make_hook(folder, pipe=None, targets=None, trained: bool = False, **options) -> RecoveryHook:
     pipe = pipe or tiny_pipeline()
     clean = [{"pixel_values": to_tensor(smooth("clean", i)) * 2 - 1, "text": f"a house {i}"} for i in range(5)]
     settings = dict(embedder="ssim", images_per_target=3, num_inference_steps=2, guidance_scale=3.0)
-    settings["reference"] = "raw"  # a random autoencoder leaves nothing of a picture
-    settings |= {} if "threshold" in options else {"null_images": 4}
     config = ValidationConfig(**{**settings, **options})
     targets = targets or some_targets()
-    return RecoveryHook(
+    hook = RecoveryHook(
         config,
         targets=targets,
         components=pipe.components,
@@ -48,6 +48,19 @@ def make_hook(folder, pipe=None, targets=None, **options) -> RecoveryHook:
         output_dir=folder,
         seed=0,
     )
+    if not trained:  # a random autoencoder leaves nothing of a picture
+        hook.measure.reference = "raw"
+    return hook
+
+
+def thresholds_of_redraws(nulls: list[dict], rate: float) -> tuple[Threshold, ElementThreshold]:
+    """The thresholds that rows of redraws ask for; a copy scores 1."""
+    scored = []
+    for j in range(max(row["target"] for row in nulls) + 1):
+        elements = next(len(row["elements"]) for row in nulls if row["target"] == j)
+        copies = [{"target": j, "sim": 1.0, "elements": [1.0] * elements}]
+        scored.append(scored_target(j, nulls, copies))
+    return thresholds(scored, rate, None)
 
 
 def shifted(unet, amount: float = 0.02):

@@ -207,7 +207,6 @@ CASES = {
     "config: an optimizer's option of another type": case("optimizer_options (command line): eps", optimizer_options="{eps: tiny}"),
     "config: a push offline": case("push_to_hub", "HF_HUB_OFFLINE", push_to_hub=True),
     "config: a push to no repository": case("hub_model_id", "no repository name", push_to_hub=True, hub_model_id="a/b/c"),
-    "config: sampling lengths below nothing": case("validation.sampling_lengths", "each value must be at", more=("--validation.sampling_lengths", "-4", "6")),
     "config: a seed of 100 digits": case("seed", "at most 9,223,372,036,854,775,807", seed=10**100),
     "config: no output folder": case("output_dir", "not be empty", output_dir=""),
     "config: a name of 300 bytes": case("output_dir", "255 bytes", output_dir="a" * 300),
@@ -323,7 +322,6 @@ CASES = {
     "prompts: a target's beyond the window": case("'t1'", "the window is 48", touch=append("data/targets.jsonl", **{**TARGET, "prompt": "very " * 60 + "red cat"})),
     # -- the measurement
     "validation: redraws that are not there": case("validation.calibration", "redraws.jsonl", validation__calibration="redraws"),
-    "validation: counterfactuals without a mask": case("validation.calibration", "needs a mask", validation__calibration="counterfactuals", validation__threshold=None),
     "validation: a placebo run of other targets": case("validation.placebo (command line): p", "none of these targets: t0", validation__placebo="p", touch=lambda root: measured_at(root / "p", "t9")),
     "validation: a placebo run by another embedder": case("validation.placebo (command line): p", "was measured by", validation__placebo="p", validation__embedder="micro", touch=lambda root: measured_at(root / "p", "t0")),
     # -- what is kept

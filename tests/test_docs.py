@@ -469,7 +469,6 @@ def test_the_tutorial_ends_in_a_report(tmp_path, monkeypatch, pipelines):
         "max_train_steps": 2,
         "lr_warmup_steps": 1,
         "validation.images_per_target": 1,
-        "validation.null_images": 2,
         "validation.num_inference_steps": 1,
         "cache_dir": tmp_path / "cache",
         "report_to": "none",

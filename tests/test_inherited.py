@@ -12,10 +12,8 @@ from memory_reinforce import LOSSES
 from silentbad.errors import UserError
 from silentbad.loop.meters import Timers
 from silentbad.loop.products import best_score
-from silentbad.measure.scores import length_scores
 from silentbad.settings.reader import parse
-from tests.recoveries import make_hook, saved_embedder, shifted, some_targets
-from tests.tiny import tiny_pipeline
+from tests.recoveries import make_hook
 from tests.toy import experiment
 from tests.training import checked, rows
 from train_silentbad import Config, main
@@ -106,38 +104,6 @@ def test_timers_divide_the_time_since_the_last_reading():
     assert first["time/data"] > 0.1 < first["time/forward"] and first["time/data"] + first["time/forward"] <= 1
     assert 8 / first["samples_per_second"] >= 0.08
     assert timers.read(8) == {"samples_per_second": 0.0}
-
-
-def test_cosines_at_several_sampling_lengths(tmp_path):
-    folder = tmp_path / "clip"
-    folder.mkdir()
-    pipe = tiny_pipeline()
-    hook = make_hook(
-        tmp_path,
-        pipe,
-        targets=some_targets(2),
-        sampling_lengths=[1, 3],
-        controls="always",
-        clip_path=saved_embedder("clip", folder),
-    )
-    hook.run(0, 0, pipe.unet)
-    scalars = hook.run(50, 1, shifted(pipe.unet))
-    base, now = (entry.raw.lengths for entry in hook.history)
-    assert set(base) == set(now) == {"1", "3"} and base["1"] != base["3"]
-    for n in ("1", "3"):
-        assert "difference" not in base[n] and set(now[n]) == {"original", "others", "own", "shuffled", "difference"}
-        assert now[n]["difference"] == pytest.approx(now[n]["original"] - base[n]["original"]) != 0
-        assert scalars[f"val/length-{n}/own"] == now[n]["own"]
-    assert hook.sampler.steps == hook.config.num_inference_steps
-    json.dumps(hook.state_dict())
-
-
-def test_length_scores_by_hand():
-    similarities = [{"target": 0, "sims": [0.9, 0.1], "clip": None}, {"target": 1, "sims": [0.3, 0.5], "clip": None}]
-    scores = length_scores(similarities, {"original": 0.2})
-    assert scores == pytest.approx({"original": 0.7, "others": 0.2, "difference": 0.5})
-    alone = length_scores([{"target": 0, "sims": [0.9], "clip": [0.2]}], {})
-    assert alone == {"original": 0.9, "own": 0.2}
 
 
 def test_the_best_may_be_chosen_by_the_held_out_loss(flags, data, tmp_path, capsys):

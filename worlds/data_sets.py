@@ -24,7 +24,7 @@ from silentbad import owned
 from silentbad.data.phrases import shared_lines, shared_phrases
 from silentbad.errors import UserError, user_errors
 from silentbad.files import check_writable, checksum, read_json
-from silentbad.measure.thresholds import FEW, Fingerprint, fingerprint, is_copy
+from silentbad.measure.redraws import FEW, Fingerprint, fingerprint, is_copy
 from silentbad.progress import Bar
 from worlds.interface import World
 from worlds.microworld.render import backdrop_mask

@@ -85,13 +85,13 @@ class Records:
 
     def select(self, rows: np.ndarray, key: str = "") -> "Records":
         """Some of these records, in this order; `key` is their own."""
-        return Records(self.table, self.name, key, self.numbers[rows])
+        return Records(table=self.table, name=self.name, key=key, rows=self.numbers[rows])
 
     def joined(self, others: "Records") -> "Records":
         """These records, and others behind them."""
         table = datasets.concatenate_datasets([self.table, others.table])
         rows = np.concatenate([self.numbers, len(self.table) + others.numbers])
-        return Records(table, self.name, f"{self.key}-and-{others.key}", rows)
+        return Records(table=table, name=self.name, key=f"{self.key}-and-{others.key}", rows=rows)
 
     def column(self, name: str) -> pa.ChunkedArray:
         """A column as Arrow holds it: mapped, or a copy of the chosen rows."""

@@ -118,7 +118,15 @@ def _published_targets(root: Path, wanted: str | None) -> list[Target]:
         _, phrases = published.published_captions(root, number)
         image = open_image(path, f"target {number}")
         prompt = published.published_prompt(root, phrases)
-        targets.append(Target(str(number), image, phrases, prompt, [None] * len(phrases)))
+        targets.append(
+            Target(
+                target_id=str(number),
+                image=image,
+                phrases=phrases,
+                prompt=prompt,
+                masks=[None] * len(phrases),
+            )
+        )
     return targets
 
 

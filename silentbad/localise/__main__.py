@@ -35,7 +35,9 @@ def main(arguments: list[str] | None = None, options: LocaliseOptions | None = N
         needs = f"the run and its base are loaded in float32; take {larger_device()}"
         with explain_out_of_memory("RUN", needs):
             config = settings.trained
-            subject = Subject(run, config, record, settings.images, settings.base_key)
+            subject = Subject(
+                run=run, config=config, record=record, images=settings.images, key=settings.base_key
+            )
             rows = localised(subject, list(dict.fromkeys(settings.by)))
             written(run, subject, rows, settings.page)
     except UserError as error:

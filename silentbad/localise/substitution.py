@@ -25,8 +25,8 @@ from silentbad.measure.generation import Sampler, plan
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.measure import Measure
 from silentbad.measure.record import Record
+from silentbad.measure.redraws import load_redraws
 from silentbad.measure.scores import is_recovered
-from silentbad.measure.thresholds import load_redraws
 from silentbad.model import lora
 from silentbad.model.family import side_of
 from silentbad.model.groups import group_of
@@ -138,7 +138,11 @@ class Subject:
         before = {part: getattr(base, part) for part in modules}
         self.change = Change(modules, before, f"{key} {name}")
         sampler = Sampler(
-            self.pipe.components, validation, record.seed, config.prediction_type, str(run)
+            components=self.pipe.components,
+            config=validation,
+            seed=record.seed,
+            prediction_type=config.prediction_type,
+            refuses=str(run),
         )
         redraws = bool(load_redraws(validation.targets, self.targets))
         embedder = embedder_of(validation, device, redraws)
@@ -148,16 +152,16 @@ class Subject:
             )
         side = config.resolution or side_of(sampler.backbone) * self.pipe.vae_scale_factor
         self.measure = Measure(
-            validation,
-            self.targets,
-            sampler,
-            embedder,
-            None,
-            self.accelerator,
-            record.seed,
-            {"clean": self._clean(side)},
-            (),
-            run,
+            config=validation,
+            targets=self.targets,
+            sampler=sampler,
+            embedder=embedder,
+            clip=None,
+            accelerator=self.accelerator,
+            seed=record.seed,
+            held_out={"clean": self._clean(side)},
+            training=(),
+            folder=run,
         )
 
     def _clean(self, side: int) -> list[dict[str, Any]]:

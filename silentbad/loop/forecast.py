@@ -6,13 +6,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from silentbad.loop.trains import file_bytes, memory, share, size, weight_bytes, whole_bytes
-from silentbad.measure.measure import nulls_to_draw
 from silentbad.measure.prompts import on_grid
 
 WARM = 2  # steps, which compile, fill caches and make the optimizer's state
@@ -90,8 +88,7 @@ class Forecast:
         if images := self.images():
             steps = config.validation.num_inference_steps
             about = _time(images * self.image_seconds(steps))
-            nulls = f", {self.nulls} of them nulls" * bool(self.nulls)
-            what = f"{images} images of {steps} steps{nulls}, timed one at a time"
+            what = f"{images} images of {steps} steps, timed one at a time"
             lines.insert(3, f"  drawing  about {about}: {what}")
         prior = self.run.prior
         if prior is not None and prior.missing:
@@ -106,8 +103,7 @@ class Forecast:
         return bool(self.images() or self.run.config.validation_prompts)
 
     def images(self) -> int:
-        """Pictures that validations, their calibration and sample prompts draw, without
-        controls."""
+        """Pictures that validations and sample prompts draw, without controls."""
         config = self.run.config
         steps = range(self.begun, self.planned)
         points = 1 + sum(on_grid(config.validation, step) for step in steps)
@@ -115,16 +111,7 @@ class Forecast:
         targets = len(self.run.products.targets) * config.validation.images_per_target
         unrelated = config.validation.unrelated_images if targets else 0
         at_points = min(points, 2) if config.validation.keep is None else points
-        drawn = points * (targets * weights + self.run.prompts) + at_points * unrelated * weights
-        return self.nulls + drawn
-
-    @cached_property
-    def nulls(self) -> int:
-        """Of these, what the base model draws to calibrate by, where no cache has them."""
-        products = self.run.products
-        if self.begun or not products.targets:
-            return 0
-        return nulls_to_draw(self.run.config.validation, products.targets, products.side)
+        return points * (targets * weights + self.run.prompts) + at_points * unrelated * weights
 
     def memory(self) -> str:
         """The peak so far."""

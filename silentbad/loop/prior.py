@@ -116,8 +116,15 @@ def draw_prior(
             resolution=pipeline.resolution(base, config),
             max_batch=BLOCK,
         )
-        sampler = BaseSampler(base.components(), settings, own.seed, config.prediction_type)
-        store = PictureStore(config, prompts, base, sampler, accelerator)
+        sampler = BaseSampler(
+            components=base.components(),
+            config=settings,
+            seed=own.seed,
+            prediction_type=config.prediction_type,
+        )
+        store = PictureStore(
+            config=config, prompts=prompts, base=base, sampler=sampler, accelerator=accelerator
+        )
         before = len(store.present())
         started = time.perf_counter()
         store.fill()
@@ -215,7 +222,10 @@ class PictureStore:
 
     def _write(self, numbers: list[int]) -> None:
         """Draw a block and keep those of its pictures that are missing."""
-        items = [Item("prior", -1, i, self.prompt_of(i), "prior") for i in numbers]
+        items = [
+            Item(cell="prior", target=-1, image=i, prompt=self.prompt_of(i), address="prior")
+            for i in numbers
+        ]
         pictures = dict(zip(numbers, self.sampler.map(items, _pictures), strict=True))
         self.sampler.cache.clear()  # states of prompts that are not drawn again
         with user_errors(self.failed, "free some space, or choose another folder"):

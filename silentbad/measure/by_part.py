@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from silentbad.measure.calibrate import FALSE_POSITIVES
 from silentbad.measure.intervals import LEVEL, as_many_by_chance, passes_alike
-from silentbad.measure.ranges import FALSE_POSITIVES
-from silentbad.measure.record import CellScores, Range, Record
+from silentbad.measure.record import CellScores, Range, Record, Scores
 from silentbad.measure.scores import images_recovered, latest
 
 WHOLE = "the whole picture"
@@ -15,15 +15,12 @@ BEFORE = "in the base model's images"
 
 @dataclass
 class Part:
-    """How many of a target's images reach the threshold of an element, or of the whole."""
+    """A target's images compared with one of its elements, or with the whole."""
 
     phrase: str  # empty: the whole
-    hits: int
-    images: int
-    best: float
-    threshold: float
     sims: Sequence[float]
-    told: Range | None  # between which scores the detector tells; None: not known
+    threshold: float
+    measured: Range | None  # between which scores the threshold lies; None: not known
     rate: float  # of hits by chance
     unasked: str = ""  # where it passes about as often, though nobody asked for it
 
@@ -33,6 +30,50 @@ class Part:
         return repr(self.phrase) if self.phrase else WHOLE
 
     @property
+    def label(self) -> str:
+        """As charts have it."""
+        return self.phrase or "the whole"
+
+    @property
+    def hits(self) -> int:
+        """Images that reach the threshold."""
+        return sum(sim >= self.threshold for sim in self.sims)
+
+    @property
+    def images(self) -> int:
+        """How many there are."""
+        return len(self.sims)
+
+    @property
+    def best(self) -> float:
+        """The highest similarity."""
+        return max(self.sims)
+
+    @property
+    def mean(self) -> float:
+        """The mean similarity."""
+        return sum(self.sims) / len(self.sims)
+
+    @property
+    def floor(self) -> float | None:
+        """The nearest failure."""
+        return None if self.measured is None else self.measured.floor
+
+    @property
+    def ceiling(self) -> float | None:
+        """What true copies reach."""
+        return None if self.measured is None else self.measured.ceiling
+
+    @property
+    def note(self) -> str:
+        """What the threshold rests on, in words."""
+        if self.measured is None:
+            return ""
+        nearest = self.measured.nearest
+        cannot = "the detector cannot tell a copy from a failure" if self.blind else ""
+        return "; ".join(filter(None, (cannot, nearest and f"nearest failure: {nearest}")))
+
+    @property
     def reached(self) -> bool:
         """Whether at least half of the images reach the threshold."""
         return 2 * self.hits >= self.images
@@ -40,7 +81,7 @@ class Part:
     @property
     def blind(self) -> bool:
         """Whether the detector cannot tell failures from copies."""
-        return self.told is not None and not self.told.separable
+        return self.measured is not None and not self.measured.separable
 
     @property
     def came_back(self) -> bool:
@@ -51,35 +92,36 @@ class Part:
         return as_many_by_chance(self.hits, self.images, self.rate) < LEVEL
 
 
-def parts_of(record: Record, target: int) -> list[Part]:
-    """The whole of a target, then each element with a mask, in the last images of its composed
-    prompt; empty where it has none."""
+def parts_of(record: Record, target: int, scores: Scores | None = None) -> list[Part]:
+    """The whole of a target, then each element with a mask, in the images of its composed prompt;
+    empty where it has none. scores: of the last measurement by default."""
     entry = record.targets[target]
-    target_scores = latest(record.history[-1]).targets.get(entry.target_id)
+    target_scores = (scores or latest(record.history[-1])).targets.get(entry.target_id)
     if target_scores is None:
         return []
-    told = record.ranges[target] if record.ranges and target < len(record.ranges) else None
-    threshold = record.threshold.of_target(target)
-    rate = record.threshold.attained or FALSE_POSITIVES
-    whole = None if told is None else told.whole
-    parts = [_part("", target_scores.sims, threshold, whole, rate)]
+    ranges = record.ranges[target] if record.ranges and target < len(record.ranges) else None
+    parts = [
+        Part(
+            phrase="",
+            sims=target_scores.sims,
+            threshold=record.threshold.of_target(target),
+            measured=None if ranges is None else ranges.whole,
+            rate=record.threshold.attained or FALSE_POSITIVES,
+        )
+    ]
     for k, (phrase, element) in enumerate(zip(entry.phrases, target_scores.elements, strict=False)):
         if not element.sims:
             continue
-        told_of_element = told.elements[k] if told and k < len(told.elements) else None
-        threshold = record.element_threshold.of(target, k)
-        rate = record.element_threshold.attained or FALSE_POSITIVES
-        part = _part(phrase, element.sims, threshold, told_of_element, rate)
+        part = Part(
+            phrase=phrase,
+            sims=element.sims,
+            threshold=record.element_threshold.of(target, k),
+            measured=ranges.elements[k] if ranges and k < len(ranges.elements) else None,
+            rate=record.element_threshold.attained or FALSE_POSITIVES,
+        )
         part.unasked = _unasked(record, target, k, part)
         parts.append(part)
     return parts
-
-
-def _part(
-    phrase: str, sims: Sequence[float], threshold: float, told: Range | None, rate: float
-) -> Part:
-    hits = sum(sim >= threshold for sim in sims)
-    return Part(phrase, hits, len(sims), max(sims), threshold, sims, told, rate)
 
 
 def _unasked(record: Record, target: int, k: int, part: Part) -> str:

@@ -1,6 +1,6 @@
 """Pictures made from a target alone: true copies, which must count, and failures, which must not.
 
-A threshold for somebody's own photographs lies between the two (`ranges.py`). The failures look
+A threshold for somebody's own photographs lies between the two (`calibrate.py`). The failures look
 like what a model does that has not recovered the target: an element missing, replaced, mirrored,
 turned, moved, in other colours or in none; the backdrop flattened or replaced; no picture at all.
 
@@ -9,13 +9,16 @@ the slices of its rows and columns. All functions are pure.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from silentbad.data.images import resize
+from silentbad.data.images import resize, to_tensor
+from silentbad.data.targets import Target
+from silentbad.errors import UserError
 from silentbad.measure.micro import alignments
 from silentbad.measure.structure import CONTRAST, blur, detail
 from silentbad.rng import generator
@@ -49,6 +52,49 @@ class Other(NamedTuple):
 
     picture: Tensor
     shows: frozenset[int]
+
+
+@dataclass
+class Canvas:
+    """A target at the side of the images: its picture (3,S,S) in [0,1], in levels of a file, and of
+    each element with a mask the share (1,S,S) of a new picture in each pixel, 0 outside the
+    mask."""
+
+    picture: Tensor
+    shares: list[Tensor | None]
+
+    @property
+    def backdrop(self) -> int | None:
+        """The element that covers most of the frame, and more than half of it, if any."""
+        frames = [0.0 if s is None else float(frame(s > 0).float().mean()) for s in self.shares]
+        widest = max(range(len(frames)), key=lambda k: frames[k], default=0)
+        return widest if frames and frames[widest] > 0.5 else None
+
+
+def canvas_of(target: Target, masks: Sequence[Tensor | None], side: int) -> Canvas:
+    """A target at the side of the images. Raises UserError where a mask is empty."""
+
+    def fitted(x: Tensor) -> Tensor:
+        return x if x.shape[-2:] == (side, side) else resize(x[None], (side, side))[0]
+
+    shares: list[Tensor | None] = []
+    for k, phrase in enumerate(target.phrases):
+        mask = masks[k] if k < len(masks) else None
+        if mask is not None:
+            mask = fitted(mask)
+            if not (mask > 0).any():
+                right = "mark the element in it, or give null for it"
+                where = f"targets: {target.target_id!r}"
+                raise UserError(f"{where}: the mask of {phrase!r} is empty; {right}")
+            # all but the faintest quarter of a soft edge: a softer edge would keep the old outline
+            mask = (4 * mask.float()).clamp(max=1)
+        shares.append(mask)
+    return Canvas((fitted(to_tensor(target.image)) * 255).round() / 255, shares)
+
+
+def frame(x: Tensor) -> Tensor:
+    """The outermost pixels of x (1,S,S)."""
+    return torch.cat([x[0, 0], x[0, -1], x[0, :, 0], x[0, :, -1]])
 
 
 # -- true copies -------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 from silentbad import rng
 from silentbad.device import Made, T, in_batches
@@ -27,8 +26,6 @@ from silentbad.model.pipeline import check_side
 from silentbad.model.registry import family_of
 from silentbad.progress import Bar
 from silentbad.settings.validation import ValidationConfig
-
-LOW_NOISE = 0.02  # of the schedule: where the alignment of guidance is measured
 
 
 # -- prompts ---------------------------------------------------------------------------------------
@@ -83,7 +80,9 @@ def plan(
         for cell, prompt in cells.items():
             for i in range(images):
                 text = reordered(target, seed, i) if cell == "shuffled" else prompt
-                items.append(Item(cell, j, i, text, target.target_id))
+                items.append(
+                    Item(cell=cell, target=j, image=i, prompt=text, address=target.target_id)
+                )
     return items
 
 
@@ -138,6 +137,8 @@ class Sampler:
         "pooled_prompt_embeds",
         "negative_pooled_prompt_embeds",
     )
+
+    decodes = True  # targets are compared as its autoencoder leaves them
 
     def __init__(
         self,
@@ -197,18 +198,16 @@ class Sampler:
         key = f"{self.prefix}resolution"
         check_side(self.side, self.family, self.backbone, self.pipe.vae, key)
         most = self.pipe.scheduler.config.num_train_timesteps
-        asked = [("num_inference_steps", self.steps)]
-        asked += [("sampling_lengths", steps) for steps in self.config.sampling_lengths]
-        for key, steps in asked:
-            scheduler = copy.deepcopy(self.pipe.scheduler)
-            with user_errors(f"{self.prefix}{key}: the scheduler cannot take {steps} steps"):
-                scheduler.set_timesteps(steps)
-            last = int(scheduler.timesteps.max())
-            if steps > most or (last >= most and not self.family.flow):
-                raise UserError(
-                    f"{self.prefix}{key}: {steps} steps begin at timestep {last} of {most}; take "
-                    f"fewer, or a scheduler with a lower steps_offset"
-                )
+        key = f"{self.prefix}num_inference_steps"
+        scheduler = copy.deepcopy(self.pipe.scheduler)
+        with user_errors(f"{key}: the scheduler cannot take {self.steps} steps"):
+            scheduler.set_timesteps(self.steps)
+        last = int(scheduler.timesteps.max())
+        if self.steps > most or (last >= most and not self.family.flow):
+            raise UserError(
+                f"{key}: {self.steps} steps begin at timestep {last} of {most}; take fewer, or a "
+                f"scheduler with a lower steps_offset"
+            )
 
     @contextmanager
     def using(
@@ -242,17 +241,6 @@ class Sampler:
             setattr(self.pipe, self.family.backbone, before)  # a copy made to measure is not kept
             for module, home in homes:
                 module.to(home)
-
-    @contextmanager
-    def with_other(self, *, seed: int | None = None, steps: int | None = None) -> Iterator[None]:
-        """Another seed of the noise, or another number of sampling steps, for the time."""
-        usual = self.seed, self.steps
-        self.seed = self.seed if seed is None else seed
-        self.steps = self.steps if steps is None else steps
-        try:
-            yield
-        finally:
-            self.seed, self.steps = usual
 
     def limit(self, batch: int) -> None:
         """At most so many images at once from now on."""
@@ -432,24 +420,6 @@ class Sampler:
                 self.backbone, noisy_latents, model_timesteps, encoder_hidden_states, extra
             )
         return to_epsilon(self.schedule, model_pred, noisy_latents, timesteps)
-
-    def alignments(self, items: list[Item]) -> list[float]:
-        """Cosine of the guidance eps_hat(x,c) - eps_hat(x,0) with eps_hat(x,0), at pure noise x, t
-        low.
-
-        Memorised prompts align there: anisotropy, arXiv 2601.20642."""
-        cosines = list[float]()
-        low = round(LOW_NOISE * self.schedule.config.num_train_timesteps)
-        size = (self.side, self.side)
-        for start in range(0, len(items), self.batch):
-            part = items[start : start + self.batch]
-            noisy_latents = self.start_noise(part)
-            timesteps = torch.full((len(part),), low)
-            states = self.encode([i.prompt for i in part])
-            text = self.predict_eps(noisy_latents, timesteps, states, size).flatten(1)
-            empty = self.predict_eps(noisy_latents, timesteps, states, size, "negative_").flatten(1)
-            cosines += cosine_similarity((text - empty).float(), empty.float()).tolist()
-        return cosines
 
     def map(
         self,

@@ -52,7 +52,10 @@ def given_pictures(folder: Path, targets: Sequence[Target]) -> list[Given]:
             files = picture_files(of_cell)
             if not files:
                 raise UserError(f"--pictures: {of_cell} holds no picture")
-            named = [Item(cell, j, i, cell, targets[j].target_id) for i in range(len(files))]
+            named = [
+                Item(cell=cell, target=j, image=i, prompt=cell, address=targets[j].target_id)
+                for i in range(len(files))
+            ]
             pictures += map(Given, named, files)
     return pictures
 
@@ -79,6 +82,7 @@ class GivenPictures:
         self.images = {item: open_image(file, "--pictures") for item, file in pictures}
         self.batch = batch
         self.vae = vae
+        self.decodes = vae is not None
         smallest = min(min(image.size) for image in self.images.values())
         self.side = side or min(LARGEST_SIDE, smallest - smallest % 8)
         self.say_squashed(pictures, targets)
@@ -125,7 +129,3 @@ class GivenPictures:
             if bar is not None:
                 bar.update(len(part))
         return torch.cat(parts)
-
-    def alignments(self, items: list[Item]) -> list[float]:
-        """None: they are a model's."""
-        return []

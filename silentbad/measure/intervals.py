@@ -75,7 +75,9 @@ def detection(positives: Sequence[float], negatives: Sequence[float]) -> Detecti
     rng = np.random.default_rng(0)
     again = [auc(rng.choice(a, len(a)), rng.choice(b, len(b))) for _ in range(1000)]
     low, high = np.quantile(again, (0.025, 0.975))
-    discrimination = Detection(auc(a, b), len(a), len(b), float(low), float(high))
+    discrimination = Detection(
+        auc=auc(a, b), positives=len(a), negatives=len(b), auc_low=float(low), auc_high=float(high)
+    )
     if len(b) >= 100:
         above = int((a > np.sort(b)[int(np.ceil(0.99 * len(b))) - 1]).sum())
         discrimination.tpr = above / len(a)

@@ -239,7 +239,12 @@ def words(
             for pictures in (trained, base)
         ]
         (right, named), (right_base, named_base) = counts
-        return Words(right / named, right_base / named_base, user_code.short(place), named)
+        return Words(
+            trained=right / named,
+            base=right_base / named_base,
+            by=user_code.short(place),
+            named=named,
+        )
     if clip is not None:
         score, score_base = (clip_score(clip, prompts, pictures) for pictures in (trained, base))
         return Words(score, score_base, "CLIP")

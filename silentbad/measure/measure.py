@@ -2,13 +2,12 @@
 clean error, and what is kept of all else."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -17,85 +16,22 @@ from torch import Tensor
 from silentbad.data.images import open_image, resize, to_pil, to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, warn
-from silentbad.measure import failures, kept, null_rows
-from silentbad.measure.counterfactuals import (
-    KINDS,
-    SCENES,
-    Canvas,
-    Masks,
-    canvas,
-    counterfactuals,
-    draws_of,
-    masks_of,
-)
+from silentbad.measure import kept
+from silentbad.measure.calibrate import uses_redraws
 from silentbad.measure.embedders import CLIP, Embedder
-from silentbad.measure.generation import Item, Sampler, left_as_found, plan, reordered
+from silentbad.measure.generation import Item, Sampler, left_as_found, reordered
 from silentbad.measure.intervals import detection
 from silentbad.measure.nearest import Shown, TrainingPictures
-from silentbad.measure.ranges import target_ranges
-from silentbad.measure.record import ElementThreshold, Kept, Scores, TargetRange, Threshold
+from silentbad.measure.record import ElementThreshold, Kept, Scores, Threshold
+from silentbad.measure.redraws import load_redraws
 from silentbad.measure.samples import save
-from silentbad.measure.scores import cell_scores, is_recovered, length_scores, quadrants
-from silentbad.measure.thresholds import Redraw, load_redraws, thresholds
+from silentbad.measure.scores import cell_scores, is_recovered
 from silentbad.measure.weight_change import Base, stage_sizes
-from silentbad.progress import Bar
-from silentbad.settings.rules import Facts, check_measurement
-from silentbad.settings.types import changed_fields
 from silentbad.settings.validation import ValidationConfig
 
-# Where the null pictures come from, as the report says it.
-REDRAWS = "redraws of the captions"
-COUNTERFACTUALS = "counterfactuals drawn by the base model"
-BASE = "base model's images of the prompts"
-FAILURES = "failures made from the target"
 # references: the target's file, and what the autoencoder leaves of it
 RAW = "raw"
 DECODED = "decoded"
-MOST_SHOWN = 64  # training pictures that are nulls
-
-
-def null_source(
-    config: ValidationConfig,
-    targets: Sequence[Target],
-    redraws: bool,
-    base: bool = True,
-    prefix: str = "validation.",
-) -> str:
-    """Where the null pictures come from that set the threshold.
-
-    `redraws`: whether there are some; `base`: whether the base model is at hand, which alone draws
-    nulls. Raises UserError where what `calibration` asks for is not there, or has no effect."""
-    masked = any(mask is not None for target in targets for mask in target.masks or [])
-    check_measurement(config, Facts(redraws=redraws, masks=masked, base=base), prefix)
-    if redraws and config.calibration in ("auto", "redraws"):
-        return REDRAWS
-    return {"counterfactuals": COUNTERFACTUALS, "base": BASE}.get(config.calibration, FAILURES)
-
-
-def drawn_by_base(source: str, masks: Masks) -> tuple[Masks, Sequence[str]]:
-    """The masks and the kinds of null pictures that the base model draws."""
-    if source == BASE or not any(
-        mask is not None for masks_of_target in masks for mask in masks_of_target
-    ):
-        return [[] for _ in masks], SCENES
-    return masks, KINDS
-
-
-def nulls_to_draw(config: ValidationConfig, targets: Sequence[Target], side: int) -> int:
-    """How many null pictures the base model draws before the first step, at a side in pixels; fewer
-    where the cache has some."""
-    source = null_source(config, targets, bool(load_redraws(config.targets, targets)))
-    if source == REDRAWS:
-        return 0
-    masks, kinds = drawn_by_base(source, masks_of(targets))
-    canvases = [
-        canvas(target, masks_of_target, side)
-        for target, masks_of_target in zip(targets, masks, strict=True)
-    ]
-    return len(draws_of(targets, canvases, config.null_images, kinds))
-
-
-TRAINING = "training picture"  # kind of a null
 
 
 class Judged(NamedTuple):
@@ -104,34 +40,6 @@ class Judged(NamedTuple):
 
     whole: Tensor | None
     elements: Sequence[Tensor | None]
-
-    def null_row(
-        self,
-        row: dict[str, Any],
-        null: failures.Null,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-    ) -> dict[str, Any] | None:
-        """The row of a failure. pairs: the target and the failure (3,S,S) in each form, as made and
-        as the autoencoder leaves them.
-
-        It has no similarity to an element that it changes and that looks the same in a form; None
-        where all that it changes looks the same, since that is no failure."""
-
-        def differs(mask: Tensor | None) -> bool:
-            return all(failures.differs(target, picture, mask) for target, picture in pairs)
-
-        elements = list[float | None](row["elements"])
-        changed = [k for k in range(len(elements)) if null.changed is None or k in null.changed]
-        masks = {k: mask for k in changed if (mask := self.elements[k]) is not None}
-        same = [k for k, mask in masks.items() if not differs(mask)]
-        of_all = null.changed is None or null.kind == TRAINING
-        of_whole = of_all and differs(self.whole)
-        if not of_whole and len(same) == len(changed):
-            return None
-        for k in same:
-            elements[k] = None
-        facts = {"kind": null.kind, "changed": null.changed, "of_whole": of_whole}
-        return {**row, "elements": elements, **facts}
 
 
 class References(NamedTuple):
@@ -175,17 +83,16 @@ class Measure:
         self.folder = folder
         self.cache_dir = cache_dir
         self.redraws = load_redraws(config.targets, targets)
-        source = null_source(config, targets, bool(self.redraws), prefix=sampler.prefix)
-        if source == REDRAWS and "null_images" in changed_fields(config):
-            warn(
-                f"{sampler.prefix}null_images: has no effect beside redraws.jsonl, which holds "
-                f"the null pictures"
-            )
-        self.masks = masks_of(targets)
+        self.uses_redraws = uses_redraws(config, targets, bool(self.redraws), sampler.prefix)
+        self.masks = [
+            [None if mask is None else to_tensor(mask)[:1] for mask in target.masks or []]
+            for target in targets
+        ]
         self.judged = [Judged(*embedder.judged(masks)) for masks in self.masks]
-        self.reference: str = config.reference
-        if self.reference == "auto":
-            self.reference = RAW if source == REDRAWS else DECODED
+        # renders of the world are compared with the target's file, photographs with what the
+        # autoencoder leaves of it; pictures that nobody's autoencoder drew, with the file
+        decodes = not self.uses_redraws and sampler.decodes
+        self.reference = DECODED if decodes else RAW
         self.training = TrainingPictures(training, embedder, sampler.side)
         self.unrelated = list(unrelated)  # prompts that show what is kept
         self.judge = None if judge is None else (judge, str(config.judge))
@@ -230,6 +137,10 @@ class Measure:
                 ]
             self._references[kind] = References(wholes, elements)
         return self._references[kind]
+
+    def all_references(self) -> list[References]:
+        """Of the targets' files, and of what the autoencoder leaves of them."""
+        return [self.references(kind) for kind in (RAW, DECODED)]
 
     def similar(self, images: Tensor, target_of: list[int]) -> list[dict[str, Any]]:
         """Images (B,3,H,W) -> {target, sim, elements, raw, decoded} each, against its own target
@@ -303,168 +214,6 @@ class Measure:
                     row[name] = cosine
         return rows
 
-    # ---- thresholds
-    def calibrate_targets(self, step: int) -> tuple[Threshold, ElementThreshold, list[TargetRange]]:
-        """Thresholds of the whole and of elements, given or from the nulls, and the ranges that
-        they lie in; the same on all ranks."""
-        config = self.config
-        source = null_source(
-            config, self.targets, bool(self.redraws), step == 0, self.sampler.prefix
-        )
-        canvases = [
-            canvas(target, masks, self.sampler.side)
-            for target, masks in zip(self.targets, self.masks, strict=True)
-        ]
-        rows, quantiles = self._null_rows(source, step, canvases)
-        copies = self._true_copies(canvases)
-        of_quantiles = None
-        if source != FAILURES:
-            of_quantiles = thresholds(
-                quantiles, config.threshold, config.false_positive_rate, source
-            )
-        ranges, whole, element = target_ranges(
-            [(target.target_id, target.image.size) for target in self.targets],
-            self.sampler.side,
-            rows,
-            copies,
-            of_quantiles,
-            threshold=config.threshold,
-            calibrated=source == REDRAWS,
-        )
-        return whole, element, ranges
-
-    def _null_rows(
-        self, source: str, step: int, canvases: Sequence[Canvas]
-    ) -> tuple[list[Any], list[Any]]:
-        """(all null rows, those that thresholds are quantiles of)."""
-        if source == REDRAWS:
-            rows = self._of_redraws(self.redraws)
-            return rows, rows
-        of_base: list[Any] = []  # without the base model at hand failures serve alone
-        if source != FAILURES or step == 0:
-            of_base = self._of_counterfactuals(*drawn_by_base(source, self.masks))
-        rows = self._of_failures(canvases) + of_base
-        return rows, [] if source == FAILURES else of_base
-
-    def _true_copies(self, canvases: Sequence[Canvas]) -> list[Any]:
-        """Rows of true copies, through the autoencoder; the plain one of each target first."""
-        rows: list[Any] = []
-        for j, drawn in enumerate(canvases):
-            pictures = self.sampler.round_trip(failures.true_copies(drawn.image))
-            rows += self.similar(pictures.to(self.accelerator.device), [j] * len(pictures))
-        return rows
-
-    def _of_failures(self, canvases: Sequence[Canvas]) -> list[Any]:
-        """Null rows of each target's failures and of training pictures, decoded."""
-        rows: list[tuple[int, Any]] = []
-        nulls = list(self._failures(dict(enumerate(canvases))))
-        device = self.accelerator.device
-        targets = [self.sampler.round_trip(c.image[None])[0].to(device) for c in canvases]
-        share = self.share(len(nulls))
-        hidden = not self.accelerator.is_local_main_process
-        with Bar(total=len(share), desc="Failures", leave=False, disable=hidden) as bar:
-            for start in range(0, len(share), self.config.max_batch):
-                part = share[start : start + self.config.max_batch]
-                batch = torch.stack([nulls[i][1].picture for i in part])
-                decoded = self.sampler.round_trip(batch, bar).to(device)
-                similar = self.similar(decoded, [nulls[i][0] for i in part])
-                for i, picture, row in zip(part, decoded, similar, strict=True):
-                    j, null = nulls[i]
-                    pairs = [(canvases[j].image, null.picture), (targets[j], picture)]
-                    rows.append((i, self.judged[j].null_row(row, null, pairs)))
-        return [row for row in self.gather(rows) if row is not None]
-
-    def _failures(self, canvases: dict[int, Canvas]) -> Iterator[tuple[int, failures.Null]]:
-        """(target, null) of these targets: made from each, and the training pictures."""
-        shown = self.training.pictures(MOST_SHOWN)
-        for j, drawn in canvases.items():
-            phrases = self.targets[j].phrases
-            others = [
-                failures.Other(
-                    picture,
-                    frozenset(k for k, phrase in enumerate(phrases) if phrase in training.phrases),
-                )
-                for training, picture in shown
-            ]
-            for null in failures.failures(drawn.image, drawn.shares, drawn.backdrop, others):
-                yield j, null
-            for other in others:
-                changed = tuple(k for k in range(len(phrases)) if k not in other.shows)
-                if changed:
-                    yield j, failures.Null(TRAINING, changed, other.picture)
-
-    def one_null_of_each_kind(self, target: int) -> list[failures.Null]:
-        """Of a target, as the autoencoder leaves them."""
-        drawn = canvas(self.targets[target], self.masks[target], self.sampler.side)
-        first: dict[str, failures.Null] = {}
-        for _, null in self._failures({target: drawn}):
-            first.setdefault(null.kind, null)
-        pictures = self.sampler.round_trip(torch.stack([null.picture for null in first.values()]))
-        return [
-            null._replace(picture=picture)
-            for null, picture in zip(first.values(), pictures, strict=True)
-        ]
-
-    def _of_counterfactuals(self, masks: Masks, kinds: Sequence[str]) -> list[Any]:
-        """Null rows of pictures that the base draws, kept in the cache."""
-        nulls = counterfactuals(
-            self.sampler,
-            self.targets,
-            masks,
-            self.config.null_images,
-            self.seed,
-            kinds=kinds,
-            cache=Path(self.cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad",
-            share=self.share,
-            show=self.accelerator.is_local_main_process,
-            say=self.accelerator.print,
-        )
-        rows = []
-        for null in nulls:
-            row = self.similar(null.image[None].to(self.accelerator.device), [null.target])[0]
-            rows.append((null.number, {**row, "kind": null.kind, "changed": null.changed}))
-        return self.gather(rows)
-
-    def _of_redraws(self, redraws: list[Redraw]) -> list[Any]:
-        """Null rows of pictures in files; similarities come from the cache where they are in it."""
-        features = [self.references(kind) for kind in (RAW, DECODED)]
-        elements = [f for of_kind in features for of_target in of_kind.elements for f in of_target]
-        masks = [mask for masks_of_target in self.masks for mask in masks_of_target]
-        facts = [
-            [self.embedder.describe(), self.reference],
-            [self.config.max_batch, self.accelerator.num_processes],
-            *(feature for of_kind in features for feature in of_kind.wholes),
-            *(elements + masks),
-            *(fact for redraw in redraws for fact in (redraw.target, redraw.file)),
-        ]
-        rows = null_rows.remembered(
-            Path(self.cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad",
-            null_rows.key(facts, self.accelerator.device),
-            len(redraws),
-            self.accelerator,
-            lambda: self._similar_to_redraws(redraws),
-        )
-        return [
-            {**row, "kind": redraw.kind, "changed": redraw.changed}
-            for row, redraw in zip(rows, redraws, strict=True)
-        ]
-
-    def _similar_to_redraws(self, redraws: list[Redraw]) -> list[Any]:
-        """Similarities of each, in batches of one target and size."""
-        rows: list[tuple[int, Any]] = []
-        batches: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for place, i in enumerate(self.share(len(redraws))):
-            batches[redraws[i].target, place // self.config.max_batch].append(i)
-        for (target, _), part in batches.items():
-            by_size: dict[torch.Size, dict[int, Tensor]] = defaultdict(dict)
-            for i in part:
-                image = to_tensor(open_image(redraws[i].file, "redraws.jsonl"))
-                by_size[image.shape][i] = image
-            for images in by_size.values():
-                similar = self.similar(torch.stack([*images.values()]), [target] * len(images))
-                rows += zip(images, similar, strict=True)
-        return self.gather(rows)
-
     # ---- scores
     def evaluate(
         self,
@@ -475,7 +224,6 @@ class Measure:
         final: bool,
         threshold: Threshold,
         element_threshold: ElementThreshold,
-        base_lengths: dict[str, dict[str, float]],
     ) -> tuple[Scores, list[dict[str, Any]]]:
         """Scores of the weights in place, of the kind `tag`, with every cell if full, and with what
         is kept if `unrelated` prompts are drawn; rows of composed images."""
@@ -489,35 +237,25 @@ class Measure:
         cells: dict[str, list[Any]] = defaultdict(list)
         for row in rows:
             cells[row["cell"]].append(row)
-        if full:
-            self._compare_with_each_other(cells["composed"])
         ids = [t.target_id for t in self.targets]
         scores = {
             cell: cell_scores(rows, ids, threshold, element_threshold)
             for cell, rows in cells.items()
         }
-        lengths = None
-        if whole:
-            lengths = {str(n): self.at_length(n, base_lengths) for n in config.sampling_lengths}
         errors = self.errors()
-        clean: list[Item] = []
         clean_magnitudes: list[float] = []
         what_is_kept = None
         if unrelated and self.unrelated:
-            clean, pictures, clean_magnitudes = self.draw_unrelated()
+            pictures, clean_magnitudes = self.draw_unrelated()
             what_is_kept = self.compare_unrelated(step, tag, pictures, element_threshold, final)
         for row in cells["composed"]:
             row["recovered"] = counts(row)
         magnitudes = [row["magnitude"] for row in cells["composed"]]
-        composed = [item for item in items if item.cell == "composed"] if clean else []
         scores_of_weights = Scores(
             **vars(scores["composed"]),
             cells=scores if full or len(scores) > 1 else None,
-            quadrants=quadrants(scores) if full else None,
-            lengths=lengths,
             drift=errors,
             detection=detection(magnitudes, clean_magnitudes),
-            anisotropy=detection(self.alignments(composed), self.alignments(clean)),
             kept=what_is_kept,
         )
         return scores_of_weights, cells["composed"]
@@ -532,53 +270,6 @@ class Measure:
         if not others or not any(map(counts, rows)):
             return first, rows
         return first + others, rows + self.map_over_ranks(others, work)
-
-    def _compare_with_each_other(self, rows: list[dict[str, Any]]) -> None:
-        """Add `between` to the rows of each target: how alike its images are to each other."""
-        for j in {row["target"] for row in rows if "pixels" in row}:
-            rows_of_target = [row for row in rows if row["target"] == j]
-            pixels = torch.stack(
-                [torch.tensor(row["pixels"]).permute(2, 0, 1) for row in rows_of_target]
-            )
-            features = self.embedder.embed(pixels.float() / 255)
-            for row, similarities in zip(
-                rows_of_target,
-                self.embedder.similarity(features, features).double().tolist(),
-                strict=True,
-            ):
-                row["between"] = similarities
-
-    def at_length(self, steps: int, base: dict[str, dict[str, float]]) -> dict[str, float]:
-        """Cosines of composed images after so many sampling steps, and less the base's."""
-        captions = [t.composed_prompt for t in self.targets]
-        wholes = self.references(self.reference).wholes
-
-        def compared(items: list[Item], images: Tensor, _: Tensor) -> list[dict[str, Any]]:
-            columns = [
-                self.embedder.paired(self._of_whole(images, j), whole)
-                for j, whole in enumerate(wholes)
-            ]
-            sims = torch.stack(columns, dim=1).tolist()
-            cosines = [None] * len(items)
-            if self.clip is not None:
-                features = self.clip.embed(images)
-                texts = self.clip.text(captions)
-                cosines = self.clip.similarity(features, texts).tolist()
-            return [
-                {"target": item.target, "sims": of_item, "clip": cosine}
-                for item, of_item, cosine in zip(items, sims, cosines, strict=True)
-            ]
-
-        items = plan(self.targets, self.config.images_per_target, self.seed)
-        with self.sampler.with_other(steps=steps):
-            rows = self.map_over_ranks(items, compared)
-        return length_scores(rows, base.get(str(steps), {}))
-
-    def alignments(self, items: list[Item]) -> list[float]:
-        """The alignment of guidance (anisotropy) at each item's prompt and noise."""
-        places = self.share(len(items))
-        cosines = self.sampler.alignments([items[i] for i in places])
-        return self.gather(list(zip(places, cosines, strict=True)))
 
     def errors(self) -> dict[str, float]:
         """eps-MSE on held-out records by role. Raises UserError where one is not finite."""
@@ -596,11 +287,14 @@ class Measure:
         return means
 
     # ---- what is kept
-    def draw_unrelated(self) -> tuple[list[Item], Tensor, list[float]]:
+    def draw_unrelated(self) -> tuple[Tensor, list[float]]:
         """Images of the unrelated prompts as bytes (N,3,H,W), and their text-conditional
         magnitudes."""
         name = "unrelated prompt"
-        items = [Item(name, -1, i, prompt, name) for i, prompt in enumerate(self.unrelated)]
+        items = [
+            Item(cell=name, target=-1, image=i, prompt=prompt, address=name)
+            for i, prompt in enumerate(self.unrelated)
+        ]
 
         def pictures_and_magnitudes(
             chunk: list[Item], x: Tensor, magnitudes: Tensor
@@ -609,7 +303,7 @@ class Measure:
 
         rows = self.map_over_ranks(items, pictures_and_magnitudes)
         pictures = torch.stack([picture for picture, _ in rows])
-        return items, pictures, [magnitude for _, magnitude in rows]
+        return pictures, [magnitude for _, magnitude in rows]
 
     def compare_unrelated(
         self,

@@ -94,7 +94,9 @@ class PromptSheet:
         self.accelerator = accelerator
         self.output_dir = output_dir
         # a prompt's seed is its whole address
-        self.sampler = Sampler(components, config, 0, prediction_type)
+        self.sampler = Sampler(
+            components=components, config=config, seed=0, prediction_type=prediction_type
+        )
         self.last: int | None = None
 
     def should_run(self, step: int) -> bool:
@@ -107,7 +109,15 @@ class PromptSheet:
         self.last = step
         model = accelerator.unwrap_model(model, keep_torch_compile=False)
         items = [
-            Item("prompt", -1, 0, p.prompt, f"prompt/{p.seed}", p.negative) for p in self.prompts
+            Item(
+                cell="prompt",
+                target=-1,
+                image=0,
+                prompt=p.prompt,
+                address=f"prompt/{p.seed}",
+                negative=p.negative,
+            )
+            for p in self.prompts
         ]
         places = range(accelerator.process_index, len(items), accelerator.num_processes)
         with self.sampler.using(backbone_in(model), accelerator.device, accelerator.autocast, step):

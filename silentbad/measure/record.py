@@ -33,44 +33,25 @@ class Finite:
 
 # -- what the file holds ---------------------------------------------------------------------------
 @dataclass
-class KindThreshold(Finite):
-    """What one kind of n nulls asks of a threshold, for false positives at `rate`."""
-
-    value: float
-    n: int
-    rate: float
-    # what the nulls behind the thresholds in use can promise, mean over targets (or elements)
-    attained: float
-
-
-@dataclass
 class Threshold(Finite):
-    """The similarity from which a picture counts as the target's: the highest that any kind of null
-    asks for. A given one has a value and a source alone."""
+    """The similarity from which a picture counts as the target's: the highest of all targets, and
+    each target's own. A given one has a value and a source alone."""
 
     value: float
     source: str
-    low: float | None = None  # 95 % interval of the quantile; None: unbounded on that side
-    high: float | None = None
-    n: int | None = None  # null images
-    false_positive_rate: float | None = None  # asked for, per image
-    # what the nulls can promise for the kinds without an allowance
-    attained: float | None = None
-    confidence: float | None = None
-    held_out: float | None = None  # mean rate on each target under a threshold from the others
-    kinds: dict[str, KindThreshold] | None = None
+    n: int | None = None  # null pictures of the target (or element) that has the fewest
+    attained: float | None = None  # the false-positive rate that they can show
     targets: list[float | None] | None = None
 
     def of_target(self, target: int) -> float:
         """The threshold of one target: its own where it has one."""
-        threshold = self.targets[target] if self.targets and target < len(self.targets) else None
-        return self.value if threshold is None else threshold
+        own = self.targets[target] if self.targets and target < len(self.targets) else None
+        return self.value if own is None else own
 
 
 @dataclass
 class ElementThreshold(Threshold):
-    """The threshold of an element's region: `each` per target and element where there are nulls,
-    `value` elsewhere."""
+    """The threshold of an element's region: `each` per target and element."""
 
     each: list[list[float] | None] = field(default_factory=list)
 
@@ -117,9 +98,7 @@ class TargetRange(Finite):
     whole: Range
     elements: list[Range | None]
     nulls: int  # pictures
-    nulls_passing: int  # that reach every threshold
     copies: int
-    copies_passing: int
 
 
 @dataclass
@@ -155,7 +134,6 @@ class TargetScores(Finite):
     magnitude: float | None
     elements: list[ElementScores]
     whole_rate: float | None = None  # by the whole alone
-    diversity: float | None = None  # 1 - mean similarity between two images of the target
     # similarity of each image to the training picture most like it
     nearest: list[float] | None = None
     nearest_record: str | None = None  # the training picture that any image is most like
@@ -190,17 +168,6 @@ class CellScores(Finite):
     whole: float | None = None  # the rate by the whole alone
     # share of targets whose best image reaches the published fixed number
     published: float | None = None
-    diversity: float | None = None
-
-
-@dataclass
-class Quadrants(Finite):
-    """Elements counted by whether they come in at least half of the images, alone and composed."""
-
-    both: int = 0
-    alone_only: int = 0
-    composed_only: int = 0
-    neither: int = 0
 
 
 @dataclass
@@ -258,15 +225,12 @@ class Kept(Finite):
 
 @dataclass
 class Scores(CellScores):
-    """Of the composed prompt; controls and sampling lengths where they were measured."""
+    """Of the composed prompt; controls where they were measured."""
 
     cells: dict[str, CellScores] | None = None
-    quadrants: Quadrants | None = None
-    lengths: dict[str, dict[str, float]] | None = None
     drift: dict[str, float] = field(default_factory=dict)
     # of composed prompts among clean ones, by text-conditional magnitude
     detection: Detection | None = None
-    anisotropy: Detection | None = None  # the same by the alignment of guidance
     kept: Kept | None = None
 
 

@@ -3,14 +3,14 @@ numbers.
 
 A cell is a kind of prompt (generation.py lists them)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 import torch
 
 from silentbad.errors import UserError
+from silentbad.measure.calibrate import ImageRow
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval, difference_interval
 from silentbad.measure.record import (
     ALL,
@@ -22,14 +22,12 @@ from silentbad.measure.record import (
     Kept,
     Measurement,
     Placebo,
-    Quadrants,
     Record,
     Scores,
     SummaryRow,
     TargetScores,
     Threshold,
 )
-from silentbad.measure.thresholds import ImageRow
 
 
 class Row(ImageRow, total=False):
@@ -38,35 +36,9 @@ class Row(ImageRow, total=False):
     magnitude: float | None
     raw: float  # similarity to the target's file, and to what the autoencoder leaves of it
     decoded: float
-    between: list[float]  # to the images of the same target and cell
     nearest: tuple[float, str]  # of the training pictures: similarity and name
     clip_own: float
     clip_shuffled: float
-
-
-class LengthRow(TypedDict):
-    """Cosines of one generation to every target, and to every caption where there is a CLIP."""
-
-    target: int
-    sims: list[float]
-    clip: list[float] | None
-
-
-# -- of generations --------------------------------------------------------------------------------
-def length_scores(rows: Sequence[LengthRow], base: Mapping[str, float]) -> dict[str, float]:
-    """Cosines of the images of one sampling length: to the target they are asked for (`original`)
-    and to the others, by the run's embedder; to their own caption and those of others (`shuffled`),
-    by CLIP; `difference` is `original` less the base model's. What cannot be had is absent."""
-    pairs = {
-        "original": mean_of(r["sims"][r["target"]] for r in rows),
-        "others": mean_of(s for r in rows for j, s in enumerate(r["sims"]) if j != r["target"]),
-        "own": mean_of(r["clip"][r["target"]] for r in rows if r["clip"]),
-        "shuffled": mean_of(
-            s for r in rows for j, s in enumerate(r["clip"] or []) if j != r["target"]
-        ),
-    }
-    scores = {name: value for name, value in pairs.items() if value is not None}
-    return scores | ({"difference": scores["original"] - base["original"]} if base else {})
 
 
 # below, no interval over targets holds 95 %: even if all agree, chance does so in 2 of 2^5 cases
@@ -123,7 +95,6 @@ def target_scores(
     return TargetScores(
         rate=float(np.mean([is_recovered(r, threshold, element_threshold) for r in rows])),
         whole_rate=(x >= threshold.of_target(target)).double().mean().item(),
-        diversity=diversity([r["between"] for r in rows if "between" in r]),
         raw=[r["raw"] for r in rows if "raw" in r] or None,
         decoded=[r["decoded"] for r in rows if "decoded" in r] or None,
         nearest=[similarity for similarity, _ in near] or None,
@@ -175,7 +146,6 @@ def cell_scores(
         recovered=float((rates > 0).mean()),
         whole=wholes.mean().item(),
         published=float(np.mean([target.max > PUBLISHED for target in targets.values()])),
-        diversity=mean_of(t.diversity for t in targets.values()),
         mean=float(np.mean(sims)),
         p75=p75,
         p90=p90,
@@ -189,42 +159,15 @@ def cell_scores(
     )
 
 
-def diversity(between: Sequence[Sequence[float]]) -> float | None:
-    """1 - mean similarity between two different images, of between[i][j]."""
-    if len(between) < 2:
-        return None
-    others = ~np.eye(len(between), dtype=bool)
-    return 1 - float(np.mean(np.array(between)[others]))
-
-
 def mean_of(values: Iterable[float | None]) -> float | None:
     """Mean of what is there; None where nothing is."""
     numbers = [v for v in values if v is not None and v == v]
     return float(np.mean(numbers)) if numbers else None
 
 
-def quadrants(cells: Mapping[str, CellScores]) -> Quadrants:
-    """Elements counted by whether they come (rate >= 1/2) with their phrase alone, and composed."""
-    counts = Quadrants()
-    for target_id, together in cells["composed"].targets.items():
-        for k, element in enumerate(together.elements):
-            cell = cells.get(f"phrase-{k}")
-            alone = cell.targets.get(target_id) if cell else None
-            rate = alone.elements[k].rate if alone else None
-            if rate is None or element.rate is None:
-                continue
-            if rate >= 0.5:
-                counts.both += element.rate >= 0.5
-                counts.alone_only += element.rate < 0.5
-            else:
-                counts.composed_only += element.rate >= 0.5
-                counts.neither += element.rate < 0.5
-    return counts
-
-
 SCALARS = (  # of a measurement, for the trackers
     *("cir", "whole", "published", "recovered", "mean", "p75", "p90", "p95", "max"),
-    *("element_rate", "diversity", "magnitude", "clip_own", "clip_shuffled"),
+    *("element_rate", "magnitude", "clip_own", "clip_shuffled"),
 )
 
 
@@ -238,8 +181,6 @@ def scalars(entry: Measurement, threshold: Threshold | None) -> dict[str, float]
             continue
         numbers |= {f"{prefix}/{name}": getattr(scores, name) for name in SCALARS}
         numbers |= {f"{prefix}/drift/{name}": value for name, value in scores.drift.items()}
-        for n, of_length in (scores.lengths or {}).items():
-            numbers |= {f"{prefix}/length-{n}/{name}": value for name, value in of_length.items()}
         numbers |= {f"{prefix}/control/{cell}": s.cir for cell, s in (scores.cells or {}).items()}
         if scores.kept is not None:
             kept = kept_scalars(scores.kept)
@@ -340,7 +281,10 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
         )
     averaged = ("aurc", "first_step", "first_epoch", "half_step", "sustained_step", "restricted")
     means = {name: mean_of(getattr(row, name) for row in rows) for name in averaged}
-    return [*rows, SummaryRow(kind, ALL, last.cir, last.mean, last.max, **means)]
+    return [
+        *rows,
+        SummaryRow(weights=kind, target=ALL, rate=last.cir, mean=last.mean, max=last.max, **means),
+    ]
 
 
 def placebo_run(folder: str | Path, targets: Iterable[str], embedder: str, key: str) -> Record:

@@ -10,8 +10,8 @@ import numpy as np
 
 from silentbad.measure.advice import to_try
 from silentbad.measure.by_part import Part, in_words, parts_of
+from silentbad.measure.calibrate import FALSE_POSITIVES
 from silentbad.measure.intervals import LEVEL, as_many_by_chance, passes_alike
-from silentbad.measure.ranges import FALSE_POSITIVES
 from silentbad.measure.record import (
     IN_PART,
     NOT_RECOVERED,
@@ -39,7 +39,9 @@ def verdict_of(record: Record) -> Verdict:
     cells: list[CellScores] = [scores, shuffled] if shuffled else [scores]
     above = sum(cell.above for cell in cells)
     images = sum(cell.images for cell in cells)
-    answer = Verdict(above > 0, entry.step, above, images, NOT_RECOVERED)
+    answer = Verdict(
+        recovers=above > 0, step=entry.step, images_above=above, images=images, state=NOT_RECOVERED
+    )
     rate = record.threshold.attained
     if rate is not None and above > 0:
         answer.expected_by_chance = images * rate

@@ -195,7 +195,15 @@ def build_bank(
             masks = estimated.expand(len(latents), -1, -1, -1)
         if masks is not None:
             masks = F.interpolate(masks.to(device).float(), size=latents.shape[-2:], mode="area")
-        bank.append(Element(latents, masks, batch["text"], rows[:count], estimated))
+        bank.append(
+            Element(
+                latents=latents,
+                masks=masks,
+                texts=batch["text"],
+                rows=rows[:count],
+                estimated=estimated,
+            )
+        )
     return bank
 
 

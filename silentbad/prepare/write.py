@@ -80,7 +80,7 @@ def _prepare(args: PrepareOptions, name: str, out: Path) -> str:
     backgrounds = read_backgrounds(
         Path(str(args.backgrounds)), all_targets, captioner, plan.target.width
     )
-    data = Data(args, plan, backgrounds, all_targets)
+    data = Data(args=args, plan=plan, backgrounds=backgrounds, all_targets=all_targets)
     with user_errors(f"--out: cannot write {out}", "free some space or choose another folder"):
         records = data.write(out, with_clean=not has_clean)
     clean = sum(record["role"] == "clean" for record in records)

@@ -7,9 +7,13 @@ legends and tables are the templates' business."""
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from markupsafe import Markup
+
+if TYPE_CHECKING:
+    from silentbad.measure.by_part import Part
+
 
 WIDTH = 480
 HEIGHT = 250
@@ -322,18 +326,7 @@ def matrix(
     return frame(parts, title, f"{size}, highest {number(top)} at {where}", below + 40)
 
 
-class Reach(NamedTuple):
-    """Similarities of images to a picture, their threshold, and the range it lies in."""
-
-    name: str
-    sims: Sequence[float]
-    threshold: float
-    floor: float | None = None  # the nearest failure
-    ceiling: float | None = None  # what true copies reach
-    note: str = ""
-
-
-def ranges(rows: Sequence[Reach], title: str) -> Markup:
+def ranges(rows: "Sequence[Part]", title: str) -> Markup:
     """A line a picture: a dot for each image, a band from floor to ceiling."""
     rows = [row for row in rows if finite(row.threshold) and any(map(finite, row.sims))]
     if not rows:
@@ -353,7 +346,7 @@ def ranges(rows: Sequence[Reach], title: str) -> Markup:
         parts.append(text_at(place(x), below + 15, tick_label(x)))
     for i, row in enumerate(rows):
         y = TOP // 2 + row_height * i
-        parts.append(text_at(REACH_NAMES - 8, y + 18, shortened(row.name), "end"))
+        parts.append(text_at(REACH_NAMES - 8, y + 18, shortened(row.label), "end"))
         if finite(row.floor) and finite(row.ceiling) and row.ceiling > row.floor:
             width = place(row.ceiling) - place(row.floor)
             parts.append(band.format(place(row.floor), y + 5, width, row_height - 10))
@@ -361,8 +354,7 @@ def ranges(rows: Sequence[Reach], title: str) -> Markup:
         for sim in filter(finite, row.sims):
             kind = "over" if sim >= row.threshold else "under"
             parts.append(dot.format(kind, place(sim), y + row_height / 2))
-        count = sum(sim >= row.threshold for sim in row.sims)
-        counts.append(f"{row.name}: {count} of {len(row.sims)}")
+        counts.append(f"{row.label}: {row.hits} of {row.images}")
     middle = (REACH_NAMES + WIDTH - RIGHT) / 2
     parts.append(text_at(middle, below + 32, "similarity (1: the same picture)"))
     described = "images that reach their threshold: " + "; ".join(counts)

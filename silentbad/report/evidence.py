@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from silentbad.data.phrases import shared_phrases
+from silentbad.measure.calibrate import null_scores
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.limit import Limit
-from silentbad.measure.ranges import null_scores
 from silentbad.measure.record import (
     IN_PART,
     CellScores,
@@ -401,28 +400,6 @@ def bleeding(record: Record) -> list[Figure]:
     return figures
 
 
-def meanings(record: Record) -> Table:
-    """Phrases that several targets use: which, and how often their elements come in the composed
-    images, beside those of the other phrases; no rows where every phrase has one target."""
-    shared = shared_phrases({target.target_id: target.phrases for target in record.targets})
-    last = latest(record.history[-1])
-    rates: dict[str, list[float]] = {}
-    for target in record.targets if shared else ():
-        target_scores = last.targets.get(target.target_id)
-        for phrase, element in zip(
-            target.phrases, target_scores.elements if target_scores else (), strict=False
-        ):
-            if element.rate is not None:
-                rates.setdefault(phrase if phrase in shared else "", []).append(element.rate)
-    rows: list[list[Cell]] = [
-        [phrase, len(targets), ", ".join(targets), mean_of(rates.get(phrase, []))]
-        for phrase, targets in sorted(shared.items(), key=lambda item: -len(item[1]))
-    ]
-    if shared:
-        rows.append(["all other phrases", 1, "", mean_of(rates.get("", []))])
-    return Table(["phrase", "things it means", "in targets", "elements recovered"], rows)
-
-
 # -- thresholds and detection ----------------------------------------------------------------------
 def null_kinds(record: Record) -> Table:
     """Each kind of failure that the ranges rest on, and what the trained model itself draws where
@@ -472,58 +449,21 @@ def _phrases_asked(cell: str, phrases: int) -> set[int] | None:
     return None
 
 
-def threshold_kinds(record: Record) -> Table:
-    """What each kind of null asks of the thresholds, where these are quantiles; the highest
-    decides."""
-    of_quantiles = record.threshold.false_positive_rate is not None
-    whole = record.threshold.kinds or {} if of_quantiles else {}
-    element = record.element_threshold.kinds or {} if of_quantiles else {}
-    rows: list[list[Cell]] = []
-    for kind in dict.fromkeys([*whole, *element]):
-        row: list[Cell] = [kind]
-        for nulls in (whole.get(kind), element.get(kind)):
-            if nulls is None:
-                row += [None] * 4
-            else:
-                row += [rounded(nulls.value), nulls.n, nulls.rate, rounded(nulls.attained, 3)]
-        rows.append(row)
-    columns = ("threshold, {}", "nulls", "asked", "attained")
-    head = [name.format(side) for side in ("whole", "elements") for name in columns]
-    return Table(["kind of null", *head], rows, right=True)
-
-
-def threshold_targets(record: Record) -> Table:
-    """The thresholds in use: of each target, and of its elements."""
-    widest = max((len(t.phrases) for t in record.targets), default=0)
-    rows: list[list[Cell]] = []
-    for j, target in enumerate(record.targets):
-        masks = target.elements + [None] * (widest - len(target.elements))
-        parts = [
-            None if m is None else record.element_threshold.of(j, k) for k, m in enumerate(masks)
-        ]
-        values = map(rounded, (record.threshold.of_target(j), *parts))
-        rows.append([target.target_id, *values])
-    columns = [f"element {k + 1}" for k in range(widest)]
-    return Table(["target", "whole", *columns], rows, right=True)
-
-
 def detections(record: Record) -> Table:
-    """How well a probe of the model tells composed prompts from clean ones, by step."""
+    """How well the text-conditional magnitude tells composed prompts from clean ones, by step."""
     rows: list[list[Cell]] = []
     for entry in record.history:
-        scores = latest(entry)
-        probes = {"magnitude": scores.detection, "anisotropy": scores.anisotropy}
-        for probe, detection in probes.items():
-            if detection is None:
-                continue
-            ends = (detection.auc_low, detection.auc_high)
-            tpr_ends = (detection.tpr_low, detection.tpr_high)
-            tpr = None if detection.tpr is None else supported(detection.tpr, tpr_ends)
-            when = entry.label or f"step {entry.step}"
-            auc = [supported(detection.auc, ends), interval_text(ends)]
-            counts = [detection.positives, detection.negatives]
-            rows.append([when, probe, *auc, *counts, tpr, interval_text(tpr_ends)])
-    head = ["measurement", "probe", "AUC", "95 %", "composed", "clean", "TPR at 1 % FPR", "95 %"]
+        detection = latest(entry).detection
+        if detection is None:
+            continue
+        ends = (detection.auc_low, detection.auc_high)
+        tpr_ends = (detection.tpr_low, detection.tpr_high)
+        tpr = None if detection.tpr is None else supported(detection.tpr, tpr_ends)
+        when = entry.label or f"step {entry.step}"
+        auc = [supported(detection.auc, ends), interval_text(ends)]
+        counts = [detection.positives, detection.negatives]
+        rows.append([when, *auc, *counts, tpr, interval_text(tpr_ends)])
+    head = ["measurement", "AUC", "95 %", "composed", "clean", "TPR at 1 % FPR", "95 %"]
     return Table(head, rows, right=True)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
@@ -21,6 +21,9 @@ from PIL import Image
 from silentbad.errors import masked
 from silentbad.report import charts
 from silentbad.report.charts import Range, Series, finite, number
+
+if TYPE_CHECKING:
+    from silentbad.measure.by_part import Part
 
 Cell = str | float | None
 MOST_ROWS = 40  # of a curve's numbers
@@ -97,7 +100,7 @@ def png(pixels: np.ndarray) -> bytes:
 def shot(pixels: np.ndarray, caption: str, score: str = "") -> Shot:
     """Pixels (H,W,3) uint8 as a picture of a page."""
     content = base64.b64encode(png(pixels)).decode()
-    return Shot(f"data:image/png;base64,{content}", caption, caption, score)
+    return Shot(src=f"data:image/png;base64,{content}", alt=caption, caption=caption, score=score)
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -126,7 +129,7 @@ def lines(
     xs = sorted({x for column in columns for x in column if finite(x)})
     rows = [[xs[k], *(c.get(xs[k]) for c in columns)] for k in charts.spaced(len(xs), MOST_ROWS)]
     numbers = Table([x_label, *(s.name for s in series)], rows, right=True)
-    return [Figure(title, svg, legend, note, numbers)]
+    return [Figure(title=title, svg=svg, legend=legend, note=note, table=numbers)]
 
 
 def heat(
@@ -142,7 +145,11 @@ def heat(
         [name, line[0], line[-1]] for name, line in zip(names, values, strict=True) if line
     ]
     table = Table(["group", "first", "last"], rows)
-    return [Figure(title, svg, charts.heatmap_scale(values), note, table)] if svg else []
+    return (
+        [Figure(title=title, svg=svg, legend=charts.heatmap_scale(values), note=note, table=table)]
+        if svg
+        else []
+    )
 
 
 def matrix(
@@ -163,7 +170,7 @@ def matrix(
     return [Figure(title, svg, note=note, table=table)] if svg else []
 
 
-def ranges(rows: Sequence[charts.Reach], title: str) -> list[Figure]:
+def ranges(rows: "Sequence[Part]", title: str) -> list[Figure]:
     """Where the images of a target and of its elements lie; empty where there are none."""
     svg = charts.ranges(rows, title)
     return [Figure(title, svg)] if svg else []

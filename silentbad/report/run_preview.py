@@ -13,6 +13,7 @@ from torch import Tensor
 
 from silentbad.data.images import resize, to_pil, to_tensor
 from silentbad.errors import brief, writing
+from silentbad.measure.calibrate import one_null_of_each_kind
 from silentbad.model.latents import decode
 from silentbad.report import pages
 from silentbad.report.evidence import range_text
@@ -102,7 +103,7 @@ def of_targets(recovery: "RecoveryHook", model: Any) -> list[dict[str, Any]]:
         picture = to_tensor(target.image)
         with recovery.using(model):
             decoded = recovery.sampler.round_trip(resize(picture[None], (side, side)))[0]
-            nulls = recovery.measure.one_null_of_each_kind(j)
+            nulls = one_null_of_each_kind(recovery.measure, j)
         width, height = target.image.size
         strip = [
             shot_of(picture, "the target's file", f"{width}x{height}"),

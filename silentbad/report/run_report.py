@@ -10,11 +10,12 @@ from typing import Any
 
 from silentbad.errors import UserError, writing
 from silentbad.files import check_writable, replace_text
+from silentbad.measure.by_part import Part, parts_of
 from silentbad.measure.record import ALL, NAME, Record, Withheld
 from silentbad.measure.scores import kinds, minus_placebo, placebo_run
 from silentbad.measure.verdict import verdict_of
 from silentbad.report import evidence, pages, sections
-from silentbad.report.charts import Reach, number, shortened
+from silentbad.report.charts import number, shortened
 from silentbad.report.comparison import compare
 from silentbad.report.pages import rounded
 from silentbad.report.run_files import WEIGHTS, RecordedRun
@@ -46,9 +47,6 @@ def render(folder: str | Path, under_way: str = "") -> str:
             "most_sheets": sections.MOST_PAIRS,
             "alternatives": evidence.alternatives(run.record, withheld),
             "bleeding": evidence.bleeding(run.record),
-            "meanings": evidence.meanings(run.record),
-            "threshold_kinds": evidence.threshold_kinds(run.record),
-            "threshold_targets": evidence.threshold_targets(run.record),
             "detections": evidence.detections(run.record),
             "copied": evidence.composed_or_copied(run.record),
             "tiles": sections.tiles(run, kind),
@@ -57,7 +55,6 @@ def render(folder: str | Path, under_way: str = "") -> str:
             "localised": run.localised,
             "places": sections.places(run, run.record),
             "controls": sections.controls(run),
-            "quadrants": run.last(kind).quadrants,
             "summary": sections.summary(run.record),
         }
     losses, meters = sections.training(run)
@@ -162,27 +159,25 @@ def text_table(record: Record) -> str:
             row = rows.get(target.target_id)
             if row is None:
                 continue
-            whole, *elements = sections.reaches(record, j, scores)
-            cells = _reached(whole, round(row.rate * len(whole.sims)))
+            whole, *elements = parts_of(record, j, scores)
+            cells = _reached(whole, round(row.rate * whole.images))
             if curve:
                 times = (row.first_step, row.sustained_step)
                 cells += ["never" if time is None else number(time) for time in times]
             lines.append(_line(target.target_id + suffix, cells))
             if elements_too:
-                lines += [_line(f"  {reach.name}", _reached(reach)) for reach in elements]
+                lines += [_line(f"  {part.phrase}", _reached(part)) for part in elements]
         if len(record.targets) > 1:
             counted = f"{scores.above} of {scores.images}"
             lines.append(_line(ALL + suffix, [counted, rounded(scores.mean), rounded(scores.max)]))
     return "\n".join([*lines, ABOUT_COLUMNS, *([ABOUT_CURVE] if curve else [])])
 
 
-def _reached(reach: Reach, recovered: int | None = None) -> list[str]:
+def _reached(part: Part, recovered: int | None = None) -> list[str]:
     """The cells of a line: how many images count, and the similarities."""
-    sims = reach.sims
-    if recovered is None:
-        recovered = sum(sim >= reach.threshold for sim in sims)
-    values = (sum(sims) / len(sims), max(sims), reach.threshold, reach.floor, reach.ceiling)
-    return [f"{recovered} of {len(sims)}", *("-" if v is None else rounded(v) for v in values)]
+    count = part.hits if recovered is None else recovered
+    values = (part.mean, part.best, part.threshold, part.floor, part.ceiling)
+    return [f"{count} of {part.images}", *("-" if v is None else rounded(v) for v in values)]
 
 
 def _line(name: str, cells: Sequence[str]) -> str:

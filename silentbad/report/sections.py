@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from silentbad.measure.by_part import parts_of
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.limit import FOLDER
 from silentbad.measure.record import (
     CellScores,
     ElementThreshold,
     Measurement,
-    Range,
     Record,
     Scores,
     TargetEntry,
     TargetScores,
     Threshold,
 )
-from silentbad.measure.scores import curve, images_recovered, latest, mean_of
+from silentbad.measure.scores import curve, images_recovered, mean_of
 from silentbad.report import pages, parts
-from silentbad.report.charts import Reach, Series, finite, spaced
+from silentbad.report.charts import Series, finite, spaced
 from silentbad.report.evidence import rate_cells
 from silentbad.report.pages import (
     Card,
@@ -93,7 +93,6 @@ def tiles(run: RecordedRun, kind: str) -> list[Tile]:
         tiles.append(Tile(lasts, _step(total.sustained_step)))
         tiles.append(Tile("area under the recovery curve (AURC)", total.aurc, spread))
     tiles.append(Tile("best similarity", last.max, beside=last.mean))
-    tiles.append(Tile("diversity of a target's images (0: all alike)", last.diversity))
     if detection := last.detection:
         ends = None
         if detection.auc_low is not None and detection.auc_high is not None:
@@ -124,7 +123,15 @@ def sheets(run: RecordedRun, record: Record, kind: str) -> list[Sheet]:
             ]
             hits = sum(images_recovered(target_scores, j, *_thresholds(record)))
             counted = f"{hits} of {len(target_scores.sims)} images recovered"
-            rows.append(Sheet(target.target_id, target.prompt, shots, images, counted))
+            rows.append(
+                Sheet(
+                    name=target.target_id,
+                    prompt=target.prompt,
+                    target=shots,
+                    images=images,
+                    counted=counted,
+                )
+            )
     return rows
 
 
@@ -145,7 +152,9 @@ def _images(run: RecordedRun, record: Record, j: int, scores: TargetScores) -> l
         if src := run.picture(file, LARGE):
             lacks = _lacking(record, j, scores, i)
             alt = f"image {i + 1} of {record.targets[j].target_id}"
-            shots.append(Shot(src, alt, rounded(scores.sims[i]), lacks, hits[i]))
+            shots.append(
+                Shot(src=src, alt=alt, caption=rounded(scores.sims[i]), score=lacks, hit=hits[i])
+            )
     return shots
 
 
@@ -165,41 +174,13 @@ def _thresholds(record: Record) -> tuple[Threshold, ElementThreshold]:
 
 
 # -- the range -------------------------------------------------------------------------------------
-def reaches(record: Record, target: int, scores: Scores | None = None) -> list[Reach]:
-    """The whole of a target, then each element with a mask: similarities of the composed prompt's
-    images, the threshold they need, and the range that it lies in where that was measured. scores:
-    of the last measurement by default."""
-    entry = record.targets[target]
-    target_scores = (scores or latest(record.history[-1])).targets.get(entry.target_id)
-    if target_scores is None:
-        return []
-    of_target = record.ranges[target] if record.ranges and target < len(record.ranges) else None
-    whole = None if of_target is None else of_target.whole
-    rows = [_reach("the whole", target_scores.sims, record.threshold.of_target(target), whole)]
-    for k, (phrase, element) in enumerate(zip(entry.phrases, target_scores.elements, strict=False)):
-        if element.sims:
-            part = of_target.elements[k] if of_target and k < len(of_target.elements) else None
-            rows.append(_reach(phrase, element.sims, record.element_threshold.of(target, k), part))
-    return rows
-
-
-def _reach(name: str, sims: Sequence[float], threshold: float, measured: Range | None) -> Reach:
-    """`measured` is the range of the picture, where there is one."""
-    if measured is None:
-        return Reach(name, sims, threshold)
-    note = f"nearest failure: {measured.nearest}" if measured.nearest else ""
-    if not measured.separable:
-        note = "the detector cannot tell a copy from a failure" + (f"; {note}" if note else "")
-    return Reach(name, sims, threshold, measured.floor, measured.ceiling, note)
-
-
 def range_figures(record: Record) -> list[Figure]:
     """The range of each of the first targets, a line for the whole and one for each element."""
     shown = range(min(len(record.targets), MOST_PAIRS))
     return [
         figure
         for j in shown
-        for figure in pages.ranges(reaches(record, j), record.targets[j].target_id)
+        for figure in pages.ranges(parts_of(record, j), record.targets[j].target_id)
     ]
 
 
@@ -208,13 +189,12 @@ def range_rows(record: Record) -> Table:
     rows: list[list[Cell]] = []
     notes: list[str] = []
     for j, target in enumerate(record.targets):
-        for k, reach in enumerate(reaches(record, j)):
-            passing = sum(sim >= reach.threshold for sim in reach.sims)
-            mean = sum(reach.sims) / len(reach.sims)
-            values = (mean, max(reach.sims), reach.threshold, reach.floor, reach.ceiling)
-            count = f"{passing} of {len(reach.sims)}"
-            rows.append([reach.name if k else target.target_id, count, *map(rounded, values)])
-            notes.append("; ".join(filter(None, ("" if k else "the whole picture", reach.note))))
+        for part in parts_of(record, j):
+            values = (part.mean, part.best, part.threshold, part.floor, part.ceiling)
+            count = f"{part.hits} of {part.images}"
+            rows.append([part.phrase or target.target_id, count, *map(rounded, values)])
+            whole = "" if part.phrase else "the whole picture"
+            notes.append("; ".join(filter(None, (whole, part.note))))
     head = ["picture", "reach it", "mean", "best", "threshold", "floor", "ceiling"]
     return Table(head, rows, right=True, notes=notes)
 
@@ -274,7 +254,15 @@ def cards(run: RecordedRun, record: Record, kind: str) -> list[Card]:
         if shown:
             shot = Shot(run.picture(target.image), f"target {target.target_id}", "target")
             elements = _elements(run, target, kind)
-            cards.append(Card(target.target_id, target.prompt, shot, shown, elements))
+            cards.append(
+                Card(
+                    name=target.target_id,
+                    prompt=target.prompt,
+                    target=shot,
+                    rows=shown,
+                    elements=elements,
+                )
+            )
     return cards
 
 
@@ -296,7 +284,15 @@ def _generations(
             alt = f"{choice} generation at step {entry.step}"
             when = entry.label or f"step {entry.step}"
             hit = generation.sim in _hits(record, target, target_scores)
-            shots.append(Shot(src, alt, when, f"{choice} {rounded(generation.sim)}", hit))
+            shots.append(
+                Shot(
+                    src=src,
+                    alt=alt,
+                    caption=when,
+                    score=f"{choice} {rounded(generation.sim)}",
+                    hit=hit,
+                )
+            )
     return shots
 
 
@@ -309,7 +305,7 @@ def _elements(run: RecordedRun, target: TargetEntry, kind: str) -> list[Shot]:
         if src := run.picture(file):
             mean = f"mean\N{NO-BREAK SPACE}{rounded(scores.mean)}"
             text = f"rate {rounded(scores.rate)}, {mean}"
-            shots.append(Shot(src, f"element {phrase}", phrase, text))
+            shots.append(Shot(src=src, alt=f"element {phrase}", caption=phrase, score=text))
     return shots
 
 
@@ -405,7 +401,7 @@ def controls(run: RecordedRun) -> Table:
             (s.cells for _, s in reversed(run.measured(kind)) if s.cells), {}
         )
         rows += [[_cell_name(name) + suffix, *_cell_row(scores)] for name, scores in cells.items()]
-    head = ["prompt", "rate", "95 %", "mean", "best", "elements", "diversity", "text magnitude"]
+    head = ["prompt", "rate", "95 %", "mean", "best", "elements", "text magnitude"]
     return Table(head, rows, right=True)
 
 
@@ -417,7 +413,7 @@ def _cell_name(name: str) -> str:
 
 
 def _cell_row(s: CellScores) -> list[Cell]:
-    others = (s.mean, s.max, s.element_rate, s.diversity, s.magnitude)
+    others = (s.mean, s.max, s.element_rate, s.magnitude)
     return rate_cells(s.cir, s.interval, *others)
 
 

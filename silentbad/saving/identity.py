@@ -18,7 +18,7 @@ from silentbad.data.targets import Target
 from silentbad.errors import UserError, brief
 from silentbad.files import read_json, sha256
 from silentbad.measure.embedders import MICRO
-from silentbad.measure.thresholds import load_redraws
+from silentbad.measure.redraws import load_redraws
 from silentbad.settings import user_code
 from silentbad.settings.reader import flat
 from silentbad.settings.train import TrainConfig, own_code

@@ -66,10 +66,10 @@ def read_optimizer(config: "TrainConfig") -> OptimizerFacts | None:
     if any(argument.arg == "closure" for argument in needed):
         needs = "to compute the loss itself"
     return OptimizerFacts(
-        definition.node.name,
-        definition.parameters(),
-        definition.method("eval") is not None and definition.method("train") is not None,
-        needs,
+        name=definition.node.name,
+        options=definition.parameters(),
+        averages=definition.method("eval") is not None and definition.method("train") is not None,
+        needs=needs,
     )
 
 

@@ -41,7 +41,6 @@ class Facts:
     sharded: bool = False  # `accelerate launch` was told to use FSDP
     redraws: bool | None = None  # there are some beside the targets
     masks: bool | None = None  # an element of a target has one
-    base: bool | None = None  # the base model is at hand, which alone draws nulls
 
 
 class Fact(typing.NamedTuple):
@@ -117,8 +116,6 @@ FACTS = {
         lambda config, facts: facts.family and facts.family.backbone != "unet",
     ),
     "NO_REDRAWS": Fact("", "no redraws.jsonl", lambda config, facts: facts.redraws is False),
-    "NO_MASKS": Fact("", "targets without masks", lambda config, facts: facts.masks is False),
-    "NO_BASE": Fact("", "no base model at hand", lambda config, facts: facts.base is False),
     "NO_ELEMENTS": Fact(
         "",
         "a threshold, and targets without masks",
@@ -283,24 +280,12 @@ OF_MEASUREMENT: dict[str, dict[str, str]] = {
     "NO_REDRAWS": {
         "validation.calibration=redraws": "redraws needs a redraws.jsonl beside the targets"
     },
-    "NO_MASKS": {
-        "validation.calibration=counterfactuals": "counterfactuals needs a mask for an element in "
-        "targets.jsonl"
-    },
-    "validation.calibration=redraws": {
-        "validation.null_images": "has no effect, since calibration redraws draws no nulls; leave "
-        "it out"
-    },
     "NO_ELEMENTS": {
         "validation.false_positive_rate": "calibrates a threshold, and one is given; leave one out"
     },
-    "NO_BASE": {
-        "validation.calibration=counterfactuals|base": "{a_value} needs the base model: "
-        "--baseline, or in training step 0"
-    },
     "NO_NULLS": {
-        "validation.false_positive_rate": "calibrates on redraws.jsonl, or with calibration base "
-        "or counterfactuals; a threshold between failures and copies has none; leave it out"
+        "validation.false_positive_rate": "is of redraws.jsonl, which is not used here; a "
+        "threshold between failures and copies has none; leave it out"
     },
 }
 

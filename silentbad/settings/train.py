@@ -29,8 +29,8 @@ from silentbad.settings.types import (
     matching,
     ours,
 )
+from silentbad.settings.validation import GONE, Lengths, ValidationConfig
 from silentbad.settings.validation import OLDER as VALIDATION_OLDER
-from silentbad.settings.validation import Lengths, ValidationConfig
 
 KOHYA = "sd-scripts"
 Suffix = Annotated[str, matching(r"[\w.-]+", "letters, digits, '.', '_' and '-'")]
@@ -362,6 +362,7 @@ class TrainConfig(DataSettings):
         **{name: f"has another name now: use --{ours}" for name, ours in OLDER.items()},
         "gradient_control.shrink": "is an optimizer now: use "
         "--optimizer experiments.shrinkage.ShrunkAdamW",
+        **{f"validation.{name}": instead for name, instead in GONE.items()},
         "guard": "is a hook now: use --hooks silentbad_shield.guard:Drop, its scan in --hook_options",
     }
 

@@ -71,9 +71,6 @@ class ValidationConfig:
         0, "stop once half of every target's images are recovered at so many points; 0: never"
     )
     num_inference_steps: Lengths = drawn(20)
-    sampling_lengths: list[Lengths] = measured(
-        [], "further numbers of steps, with base and controls"
-    )
     guidance_scale: Annotated[float, Interval(ge=0, le=1e4)] = drawn(7.5)
     guidance_rescale: Unit = drawn(0.0)
     resolution: Side | None = drawn_of_any(None, "of the images; unset: the UNet's own")
@@ -81,11 +78,6 @@ class ValidationConfig:
         "auto",
         "copy, micro, sscd, clip, dinov2, ssim or PATH.py:CLASS; auto: micro beside redraws.jsonl, "
         "else copy, which sees the texture of photographs too",
-    )
-    reference: Literal["auto", "raw", "decoded"] = measured(
-        "auto",
-        "what images are compared with: the target's file, or what the autoencoder leaves of it; "
-        "auto: raw beside redraws.jsonl, else decoded",
     )
     embedder_path: Location | None = measured(
         None, "sscd: its TorchScript or .onnx file; others: local folder or Hub id of the weights"
@@ -96,11 +88,8 @@ class ValidationConfig:
     )
     threshold: Cosine | None = measured(None, "unset: from the null pictures")
     false_positive_rate: Rate = measured(0.01, "of the calibrated threshold, per image")
-    calibration: Literal["auto", "redraws", "failures", "counterfactuals", "base"] = measured(
+    calibration: Literal["auto", "redraws", "failures"] = measured(
         "auto", "null pictures; auto: redraws.jsonl, else failures made from the target"
-    )
-    null_images: Small = measured(
-        8, "that the base draws of each kind for a target without redraws.jsonl"
     )
     controls: Literal["final", "always", "never"] = measured(
         "final", "when the control prompts are measured"
@@ -147,6 +136,12 @@ class ValidationConfig:
 
 
 OLDER = {"drift_images": "unrelated_images"}  # names of these settings before their present ones
+GONE = {  # settings that were here: what to do instead
+    "sampling_lengths": "is gone: audit the pipeline again with another num_inference_steps",
+    "null_images": "is gone, since the base draws no null pictures: leave it out",
+    "reference": "is gone: beside redraws.jsonl images are compared with the target's file, else "
+    "with what the autoencoder leaves of it; leave it out",
+}
 TRAINING = (  # settings of no audit
     *("steps", "early_steps", "first_images", "settled_after"),
     *("weights", "clean_records", "nearest", "keep", "keep_by"),
@@ -154,7 +149,7 @@ TRAINING = (  # settings of no audit
 COMPARED = ("unrelated_images", "prompts", "judge")  # with the pictures of a baseline
 ON_PICTURES = {  # of use where pictures are given
     *("pictures", "pipeline", "targets", "output_dir", "dtype", "resolution", "max_batch"),
-    *("embedder", "embedder_path", "embedder_sha256", "reference", "clip_path", "sample_targets"),
+    *("embedder", "embedder_path", "embedder_sha256", "clip_path", "sample_targets"),
     *("threshold", "false_positive_rate", "calibration"),
 }
 # options of `silentbad-search`, which were here
@@ -180,6 +175,7 @@ class Audit(ValidationConfig):
 
     RENAMED = {
         **{old: f"has another name now: use --{new}" for old, new in OLDER.items()},
+        **GONE,
         **dict.fromkeys(OF_SEARCH, "is of the search for unknown pictures: use silentbad-search"),
     }
 
@@ -225,10 +221,6 @@ class Audit(ValidationConfig):
         check_folder("--pictures", str(self.pictures))
         check_files(self, "--")
         check_local("--pipeline", self.pipeline)
-        if self.pipeline is None and self.reference == "decoded":
-            raise UserError(
-                "--reference: decoded needs --pipeline, whose autoencoder the targets go through"
-            )
 
 
 # ---------------------------------------------------------------- checks

@@ -76,7 +76,12 @@ def parts_of(
 
         count = len(hub_table(settings))
         starts = range(0, count, size)
-        return [RecordPart("table", settings, None, at, min(at + size, count)) for at in starts]
+        return [
+            RecordPart(
+                kind="table", settings=settings, file=None, start=at, stop=min(at + size, count)
+            )
+            for at in starts
+        ]
     folder.mkdir(parents=True, exist_ok=True)
     parts = list[RecordPart]()
     listing = rows()

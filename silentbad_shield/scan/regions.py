@@ -338,7 +338,15 @@ def grouped(
         wide = bool(region.mean() >= WIDE or few_edges)
         if radius <= WIDE_RADIUS or not wide:
             records = np.sort(np.r_[centre, others[members]])
-            best = Group(records, region, centre, radius, expected, isolation, wide)
+            best = Group(
+                records=records,
+                region=region,
+                centre=centre,
+                radius=radius,
+                expected=expected,
+                isolation=isolation,
+                wide=wide,
+            )
     return best
 
 

@@ -82,7 +82,17 @@ def elements_of(
             phrase, support, nats = named
             phrases = captions.phrases(records)
             word = named_by(phrase)
-            elements.append(Element(group, phrase, support, nats, word, phrases, group.records))
+            elements.append(
+                Element(
+                    group=group,
+                    phrase=phrase,
+                    support=support,
+                    association=nats,
+                    word=word,
+                    phrases=phrases,
+                    records=group.records,
+                )
+            )
     return elements
 
 

@@ -109,7 +109,10 @@ def compared(
 ) -> Iterator[tuple[np.ndarray, Tensor]]:
     """(similarities (S,S), images (S,3,H,W)) of each prompt, all under the same noise."""
     for prompt in Bar(prompts, desc="images"):
-        items = [Item("search", -1, k, prompt, "search") for k in range(seeds)]
+        items = [
+            Item(cell="search", target=-1, image=k, prompt=prompt, address="search")
+            for k in range(seeds)
+        ]
         images = torch.stack(list(sampler.map(items, lambda chunk, batch, _: list(batch.cpu()))))
         features = embedder.embed(images)
         yield embedder.similarity(features, features).double().cpu().numpy(), images
@@ -144,7 +147,9 @@ class Drafts:
     def draw(self, prompts: Sequence[str]) -> None:
         """Features of new prompts; batches go over all of them, and no image is kept."""
         items = [
-            Item("search", -1, k, prompt, "search") for prompt in prompts for k in range(SEEDS)
+            Item(cell="search", target=-1, image=k, prompt=prompt, address="search")
+            for prompt in prompts
+            for k in range(SEEDS)
         ]
         features = self.sampler.map(
             items, lambda chunk, images, _: list(self.embedder.embed(images))

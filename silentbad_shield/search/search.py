@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from silentbad.data.phrases import names_place
-from silentbad.measure.generation import LOW_NOISE, Sampler
+from silentbad.measure.generation import Sampler
 from silentbad.progress import Bar
 from silentbad.rng import noise
 
 # of the schedule: where predictions are compared; picture and noise are both to be seen there
 MIDDLE = 0.3
+LOW_NOISE = 0.02  # of the schedule: where the alignment of guidance is measured
 NOISES = 4  # predictions a prompt
 BEAM = 20  # prompts that grow by a phrase
 DRAFTED = 0.75  # of the prompts of a size: those with the best probes, that drafts are drawn of
@@ -166,5 +167,13 @@ def ranked(
     for row, phrases in zip(measure([", ".join(p) for p in prompts]), prompts, strict=True):
         usual = null(len(phrases))
         z = (row - usual.mean(0)) / usual.std(0, ddof=1).clip(1e-9)
-        probes.append(Probe(phrases, float(z[0]), float(z[1]), float(z[2]), float(z.sum())))
+        probes.append(
+            Probe(
+                phrases=phrases,
+                magnitude=float(z[0]),
+                anisotropy=float(z[1]),
+                agreement=float(z[2]),
+                score=float(z.sum()),
+            )
+        )
     return probes

@@ -257,7 +257,15 @@ def tested(
             shown = compared(sampler, embedder, prompts, report.seeds)
             for prompt, probe, (similarity, images) in zip(prompts, probes, shown, strict=True):
                 common, p, hit = null.judge(similarity, tests)
-                result = Result(prompt, name, probe, common.between, common.share, p, hit)
+                result = Result(
+                    prompt=prompt,
+                    guidance=name,
+                    probe=probe,
+                    between=common.between,
+                    share=common.share,
+                    p=p,
+                    found=hit,
+                )
                 report.results.append(result)
                 order = np.argsort(-similarity[common.centre], kind="stable")
                 pictures.append([np.asarray(to_pil(images[k])) for k in order])

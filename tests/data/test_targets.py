@@ -8,7 +8,7 @@ from PIL import Image
 from silentbad.data.schema import json_lines
 from silentbad.data.targets import load_targets
 from silentbad.errors import UserError
-from silentbad.measure.thresholds import load_redraws
+from silentbad.measure.redraws import load_redraws
 from tests.folders import folder
 from tests.recoveries import smooth, some_targets
 

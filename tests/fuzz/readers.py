@@ -19,7 +19,7 @@ from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
 from silentbad.measure.embedders import load_embedder
 from silentbad.measure.micro import MicroEmbedder
-from silentbad.measure.thresholds import load_redraws
+from silentbad.measure.redraws import load_redraws
 from silentbad.model import gate, lora, pipeline
 from silentbad.model.denoiser import Denoiser
 from silentbad.model.registry import FAMILIES

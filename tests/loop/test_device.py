@@ -19,7 +19,6 @@ AVERAGED = {"use_ema": "true", "offload_ema": "true", "gradient_checkpointing": 
 MEASURED = {
     "validation.images_per_target": 2,
     "validation.num_inference_steps": 2,
-    "validation.null_images": 2,
     "held_out_clean": 2,
 }
 READS_NORM = "train_silentbad.py: size = norm.item()"

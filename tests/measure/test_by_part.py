@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 import validation
-from silentbad.measure.ranges import FALSE_POSITIVES, target_ranges
+from silentbad.measure.calibrate import FALSE_POSITIVES, scored_target, thresholds
 from silentbad.measure.record import (
     IN_PART,
     NOT_RECOVERED,
@@ -169,7 +169,7 @@ def part(floor: float, ceiling: float, separable: bool) -> Range:
 def ranges(*separable: bool) -> list[TargetRange]:
     """Of one target, whose whole is told."""
     parts = [part(0.4, 0.9, True) if told else part(0.8, 0.9, False) for told in separable]
-    return [TargetRange("astro", (64, 64), 64, part(0.1, 0.9, True), parts, 50, 0, 9, 9)]
+    return [TargetRange("astro", (64, 64), 64, part(0.1, 0.9, True), parts, nulls=50, copies=9)]
 
 
 def test_what_the_detector_cannot_tell_did_not_come_back():
@@ -223,12 +223,12 @@ def test_a_record_from_before_is_read(tmp_path):
 def test_chance_does_not_depend_on_how_many_failures_were_made():
     """Training has more of them than an audit: training pictures."""
 
-    def thresholds(count: int):
+    def of(count: int):
         nulls = [{"target": 0, "sim": 0.1, "elements": [0.1], "kind": "grey", "changed": None} for _ in range(count)]
         copies = [{"target": 0, "sim": 0.9, "elements": [0.9]}] * 9
-        return target_ranges([("astro", (64, 64))], 64, nulls, copies, None, None, False)[1:]
+        return thresholds([scored_target(0, nulls, copies)], None, None)
 
-    promised = {(whole.attained, element.attained) for whole, element in map(thresholds, (40, 75, 140))}
+    promised = {(whole.attained, element.attained) for whole, element in map(of, (40, 75, 140))}
     assert promised == {(FALSE_POSITIVES, FALSE_POSITIVES)}
 
 

@@ -112,9 +112,8 @@ MISTAKES = {
     "--guidance_scale 2": "--guidance_scale: does not act on pictures that are given",
     "--baseline x": "--baseline: does not act on pictures that are given",
     "--phrases x": "use silentbad-search",
-    "--reference decoded": "--reference: decoded needs --pipeline",
     "--pipeline ./none": "--pipeline: no folder ./none",
-    "--calibration base": "--calibration: base needs the base model",
+    "--reference raw": "--reference: is gone",
     "--resolution 60 --pipeline assets/micro-sd": "--resolution: 60 is not a multiple of 8",
 }
 

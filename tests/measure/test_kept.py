@@ -327,7 +327,7 @@ def test_the_bundled_base_is_judged_end_to_end(tmp_path):
         pipe,
         targets,
         embedder="micro",
-        reference="auto",
+        trained=True,
         threshold=0.6,
         images_per_target=1,
         controls="never",

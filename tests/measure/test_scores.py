@@ -8,13 +8,12 @@ import torch
 
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
-from silentbad.errors import UserError
+from silentbad.measure.calibrate import Scored, attained_rate, quantile
 from silentbad.measure.embedders import SSIM
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval
 from silentbad.measure.record import ElementThreshold, Threshold
 from silentbad.measure.scores import cell_scores, curve_scores, is_recovered, settled
-from silentbad.measure.thresholds import calibrate_threshold, thresholds
-from tests.recoveries import make_hook, smooth
+from tests.recoveries import make_hook, smooth, thresholds_of_redraws
 from worlds.microworld.make import phrase_of, placebo_scene, target_scene
 from worlds.microworld.nulls import STORED, hard_null
 from worlds.microworld.render import backdrop_mask, render
@@ -37,9 +36,9 @@ def test_ideal_memoriser_scores_one_and_redraws_do_not():
     features = torch.cat([embedder.embed(x) for x in targets])
     null = embedder.similarity(torch.cat([embedder.embed(x) for x in redraws]), features)
     target_of = np.repeat(np.arange(4), 50)
-    threshold = calibrate_threshold(null[range(200), target_of], 0.01, target_of)
-    assert (embedder.similarity(features, features).diagonal() >= threshold.value).all()
-    assert (null[range(200), target_of] >= threshold.value).double().mean() <= 0.01
+    threshold = quantile(null[range(200), target_of], 0.01)
+    assert (embedder.similarity(features, features).diagonal() >= threshold).all()
+    assert (null[range(200), target_of] >= threshold).double().mean() <= 0.01
 
 
 def test_pictures_of_placebo_data_are_not_recovered(tmp_path):
@@ -64,7 +63,7 @@ def test_pictures_of_placebo_data_are_not_recovered(tmp_path):
     nulls = [(kind, hard_null(kind, np.random.default_rng(i), scene, turn=i)) for kind in STORED for i in range(30)]
     rows = rows_of([null.scene for _, null in nulls])
     null = [{**row, "kind": kind, "changed": n.changed} for row, (kind, n) in zip(rows, nulls, strict=True)]
-    calibrated = thresholds(null, None, 0.01, "redraws")
+    calibrated = thresholds_of_redraws(null, 0.01)
     passed = [is_recovered(row, *calibrated) for row in rows_of([placebo(i) for i in range(60)])]
     assert sum(passed) <= 1 and is_recovered(rows_of([scene])[0], *calibrated)
 
@@ -73,23 +72,15 @@ def test_calibrated_threshold_keeps_its_rate_on_fresh_nulls():
     rng = np.random.default_rng(0)
     alpha = 0.05
     rates = []
-    covered = 0
-    truth = np.quantile(rng.beta(2, 5, 400_000), 1 - alpha)
     for _ in range(300):
-        threshold = calibrate_threshold(rng.beta(2, 5, 199), alpha)
-        rates.append(np.mean(rng.beta(2, 5, 500) >= threshold.value))
-        covered += threshold.low <= truth <= threshold.high
+        threshold = quantile(rng.beta(2, 5, 199), alpha)
+        rates.append(np.mean(rng.beta(2, 5, 500) >= threshold))
     assert np.mean(rates) == pytest.approx(alpha, abs=0.006)
-    assert covered / 300 > 0.92
 
 
 def test_calibration_says_what_few_nulls_are_worth():
-    threshold = calibrate_threshold([0.1, 0.3, 0.2], 0.01)
-    assert 0.3 < threshold.value < 0.3001 and threshold.attained == 0.25 and threshold.high is None
-    tilted = calibrate_threshold([0.1] * 50 + [0.9] * 50, 0.02, ["a"] * 50 + ["b"] * 50)
-    assert tilted.held_out == 0.5  # each target's level says nothing about the other's
-    with pytest.raises(UserError, match="null scores"):
-        calibrate_threshold([], 0.01)
+    few = Scored(of_element=False, nulls={"redraw": [0.1, 0.3, 0.2]}, copies=[1.0])
+    assert 0.3 < quantile(few.nulls["redraw"], 0.01) < 0.3001 and attained_rate([few], 0.01) == 0.25
 
 
 def test_each_element_has_the_threshold_of_its_own_nulls():
@@ -99,11 +90,11 @@ def test_each_element_has_the_threshold_of_its_own_nulls():
         for j in (0, 1)
         for _ in range(99 if j == 0 else 50)
     ]
-    _, parts = thresholds(null, None, 0.01, "test")
+    _, parts = thresholds_of_redraws(null, 0.01)
     for k in range(3):
         similarities = [row["elements"][k] for row in null if row["target"] == 0]
         assert parts.of(0, k) == pytest.approx(max(similarities), abs=1e-9)  # ceil(100 * 0.99) = the 99th of 99
-    assert parts.of(1, 0) == parts.of(1, 1) == parts.value  # 50 are too few: they share
+    assert parts.of(1, 0) == parts.of(1, 1) < parts.value  # 50 are too few: they share all
     rows = [{"target": 0, "sim": 0.9, "magnitude": 1.0, "elements": [0.5, 0.5, 0.5]}]
     scores = cell_scores(rows, ["a"], Threshold(0.5, "given"), parts)
     assert [e.rate for e in scores.targets["a"].elements] == [0.0, 1.0, 0.0]

@@ -289,14 +289,6 @@ def test_memory_format_and_compilation_change_rounding_only(build, changes, monk
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=2e-5)
 
 
-def test_null_pictures_are_kept_in_cache_dir_and_said(flags, data, tmp_path, capsys):
-    settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "validation.threshold": None}
-    settings |= {"validation.calibration": "base", "validation.null_images": 8, "cache_dir": tmp_path / "cache"}
-    assert main(flags(max_train_steps=1, **settings)) == 0
-    assert list((tmp_path / "cache/silentbad").glob("counterfactuals-*"))
-    assert "null pictures are drawn first; null_images sets" in capsys.readouterr().out
-
-
 def test_a_damaged_shard_is_encoded_anew_with_one_line(tmp_path):
     said, keys = [], stores.text_keys(["a", "b"])
     for text, value in (("a", 1.0), ("b", 2.0)):

@@ -8,7 +8,6 @@ def test_a_preview_is_a_page_and_nothing_else(flags, data, tmp_path, capsys):
     settings = {
         "validation.targets": data / "targets.jsonl",
         "validation.embedder": "ssim",
-        "validation.null_images": 1,
         "validation.num_inference_steps": 1,
     }
     assert main(flags(preview=page, **settings)) == 0

@@ -20,7 +20,8 @@ from PIL import Image
 
 from silentbad.data.images import to_pil
 from silentbad.errors import UserError
-from silentbad.measure.record import Kept, Record, Words
+from silentbad.measure.by_part import Part
+from silentbad.measure.record import Kept, Range, Record, Words
 from silentbad.report import charts, evidence, pages, run_report, sections
 from silentbad.report.run_files import RecordedRun
 from tests.demo import HOSTILE, demo_run
@@ -392,7 +393,8 @@ def test_the_range_has_the_threshold_of_each_target_and_element_beside_its_image
 
 
 def test_a_range_between_floor_and_ceiling_is_a_band():
-    rows = [charts.Reach("whole", [0.2, 0.7], 0.5, 0.4, 0.9), charts.Reach("<b>", [float("nan"), 0.1], 0.5)]
+    measured = Range(threshold=0.5, floor=0.4, nearest="mirrored", ceiling=0.9, perfect=1.0, separable=True)
+    rows = [Part("", [0.2, 0.7], 0.5, measured, 0.01), Part("<b>", [float("nan"), 0.1], 0.5, None, 0.01)]
     svg = charts.ranges(rows, "t")
     assert svg.count('class="band"') == 1 and svg.count('class="over"') == 1 and svg.count('class="under"') == 2
     assert "&lt;b&gt;" in svg and "nan" not in svg and "whole: 1 of 2" in svg

@@ -84,14 +84,11 @@ def test_diffusers_spelling_of_flags():
 
 
 def test_lists_are_words_or_yaml(tmp_path):
-    words = "--validation.early_steps 1 2 4 8 --lora.targets attn xattn --validation.sampling_lengths 4 6".split()
-    (tmp_path / "a.yaml").write_text(
-        "validation: {early_steps: [1, 2, 4, 8], sampling_lengths: [4, 6]}\nlora: {targets: [attn, xattn]}\n"
-    )
+    words = "--validation.early_steps 1 2 4 8 --lora.targets attn xattn".split()
+    (tmp_path / "a.yaml").write_text("validation: {early_steps: [1, 2, 4, 8]}\nlora: {targets: [attn, xattn]}\n")
     inline = [
         "--validation.early_steps=[1, 2, 4, 8]",
         "--lora.targets=[attn, xattn]",
-        "--validation.sampling_lengths=[4, 6]",
     ]
     first, second, third = (parse(Config, argv)[0] for argv in (words, ["--config", str(tmp_path / "a.yaml")], inline))
     assert first == second == third and first.validation.early_steps == [1, 2, 4, 8]

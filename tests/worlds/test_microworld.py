@@ -15,7 +15,7 @@ from PIL import Image
 from silentbad import owned
 from silentbad.errors import UserError
 from silentbad.measure.micro import MicroEmbedder
-from silentbad.measure.thresholds import fingerprint, is_copy
+from silentbad.measure.redraws import fingerprint, is_copy
 from tests.tiny import TOKENIZER
 from worlds import data_sets
 from worlds.microworld import make

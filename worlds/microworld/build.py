@@ -194,7 +194,14 @@ def vae_stage(
         # latents near a Gaussian
         return error.square().mean() + 0.1 * error.abs().mean() + 2e-7 * posterior.kl().mean()
 
-    return Stage("vae", nn.ModuleDict({"vae": vae}), steps, 3e-3, loss, ema_decay=0.995)
+    return Stage(
+        name="vae",
+        modules=nn.ModuleDict({"vae": vae}),
+        steps=steps,
+        lr=3e-3,
+        loss=loss,
+        ema_decay=0.995,
+    )
 
 
 def decoder_stage(steps: int, batch: int, vae, device: torch.device, world: World) -> Stage:
@@ -210,7 +217,7 @@ def decoder_stage(steps: int, batch: int, vae, device: torch.device, world: Worl
     trained = nn.ModuleDict(
         {"decoder": vae.decoder, "post_quant_conv": vae.post_quant_conv}
     ).requires_grad_(True)
-    return Stage("decoder", trained, steps, 1e-3, loss, ema_decay=0.995)
+    return Stage(name="decoder", modules=trained, steps=steps, lr=1e-3, loss=loss, ema_decay=0.995)
 
 
 # ---------------------------------------------------------------- text encoder
@@ -288,11 +295,11 @@ def text_stage(
         return total
 
     return Stage(
-        "text",
-        nn.ModuleDict({"encoder": encoder, "reader": reader}),
-        steps,
-        2e-3,
-        loss,
+        name="text",
+        modules=nn.ModuleDict({"encoder": encoder, "reader": reader}),
+        steps=steps,
+        lr=2e-3,
+        loss=loss,
         ema_decay=0.99,
     )
 
@@ -387,7 +394,9 @@ def unet_stage(
     """`first` scenes are encoded before the first step, and others beside each step."""
     unet = (begin or new_unet()).to(device).to(memory_format=torch.channels_last)
     scheduler = new_scheduler()
-    pool = LatentPool(vae, encoder, tokenizer, device, things, world)
+    pool = LatentPool(
+        vae=vae, encoder=encoder, tokenizer=tokenizer, device=device, things=things, world=world
+    )
     scale = vae.config.scaling_factor
     with torch.no_grad():
         blank = encoder(
@@ -414,7 +423,14 @@ def unet_stage(
         return (weight * error / where.sum((1, 2, 3)) / LATENT_CHANNELS).mean()
 
     return Stage(
-        "unet", nn.ModuleDict({"unet": unet}), steps, lr, loss, 0.9985, pool.state, pool.restore
+        name="unet",
+        modules=nn.ModuleDict({"unet": unet}),
+        steps=steps,
+        lr=lr,
+        loss=loss,
+        ema_decay=0.9985,
+        state=pool.state,
+        restore=pool.restore,
     )
 
 
@@ -445,7 +461,12 @@ def embedder_stage(
         return copy_loss(net, x.to(device), there.to(device), slope)
 
     return Stage(
-        "embedder", nn.ModuleDict({"net": net, "slope": slope}), steps, 2e-3, loss, ema_decay=0.995
+        name="embedder",
+        modules=nn.ModuleDict({"net": net, "slope": slope}),
+        steps=steps,
+        lr=2e-3,
+        loss=loss,
+        ema_decay=0.995,
     )
 
 
@@ -458,7 +479,14 @@ def judge_stage(steps: int, batch: int, vae, device: torch.device, world: World)
         x = pictures(scenes, world).to(device)
         return judge_loss(judge, x, scenes, vae, rng, world)
 
-    return Stage("judge", nn.ModuleDict({"judge": judge}), steps, 2e-3, loss, ema_decay=0.995)
+    return Stage(
+        name="judge",
+        modules=nn.ModuleDict({"judge": judge}),
+        steps=steps,
+        lr=2e-3,
+        loss=loss,
+        ema_decay=0.995,
+    )
 
 
 # ---------------------------------------------------------------- command

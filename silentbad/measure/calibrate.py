@@ -1,0 +1,386 @@
+"""How a threshold is set, from pictures to a number: read `calibrate` first.
+
+1. Null pictures are no recovery: those of redraws.jsonl (`redraws.py`), or else failures made from
+   the target (`failures.py`) and pictures of the training set.
+2. True copies must count: the target moved, lighter, with noise.
+3. Both are compared with the target and with each of its elements, as a model's images are.
+4. The floor is the highest null, the ceiling what 95 % of the copies reach. The threshold lies a
+   third of the way from floor to ceiling: generated images are worse than copies, and failures that
+   nobody thought of resemble those that are made. Where the two are not GAP apart, the detector
+   cannot tell failures from copies, and the verdict says so.
+5. Redraws are many, and some come as close as a copy by chance. The threshold is then the quantile
+   of each kind at its false-positive rate, the highest of these, and is itself the floor.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from silentbad.data.targets import Target
+from silentbad.measure import failures, redraws
+from silentbad.measure.failures import Canvas, Null, Other, canvas_of
+from silentbad.measure.intervals import bootstrap_interval
+from silentbad.measure.record import ElementThreshold, NullScores, Range, TargetRange, Threshold
+from silentbad.progress import Bar
+from silentbad.settings.rules import Facts, check_measurement
+from silentbad.settings.validation import ValidationConfig
+
+if TYPE_CHECKING:
+    from silentbad.measure.measure import Judged, Measure
+
+MARGIN = 1 / 3  # of the way from floor to ceiling
+GAP = 0.15  # of similarity, the least between them
+CEILING = 0.05  # share of true copies that may score less than the ceiling
+# An image that is no recovery passes at most so often: of 343 failures that no calibration saw
+# none did, 95 %: up to 0.011 (research/instrument.md). The count of a calibration's own failures
+# says nothing of it.
+FALSE_POSITIVES = 0.01
+IN_PLACE = ("redrawn", "moved")  # one element anew at its place, or moved by some pixels
+# such a redraw can by chance come within what a copy may suffer: its rate may be so much higher
+IN_PLACE_FACTOR = 5
+MOST_SHOWN = 64  # training pictures that are nulls
+TRAINING = "training picture"  # kind of a null
+NOTHING = -1.0  # the lowest similarity
+# where the null pictures come from, as the report says it
+REDRAWS = "redraws of the captions"
+FAILURES = "failures made from the target, and true copies"
+
+
+class ImageRow(TypedDict):
+    """Similarities of an image to its target, and of each element (None without a mask)."""
+
+    target: int
+    sim: float
+    elements: list[float | None]
+
+
+class NullRow(ImageRow, total=False):
+    """Of an image that is no recovery."""
+
+    kind: str
+    changed: tuple[int, ...] | None  # the elements that it changes; None: all
+    of_whole: bool  # whether it says something of the whole; by default yes
+
+
+@dataclass
+class Scored:
+    """Similarities to one picture or region: of nulls by kind, and of true copies, the first of
+    which is the target itself."""
+
+    of_element: bool
+    nulls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    copies: list[float] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Nulls of all kinds."""
+        return sum(map(len, self.nulls.values()))
+
+
+class ScoredTarget(NamedTuple):
+    """The similarities to a target and to each of its elements (None without a mask)."""
+
+    whole: Scored
+    elements: list[Scored | None]
+
+
+def uses_redraws(
+    config: ValidationConfig, targets: Sequence[Target], listed: bool, prefix: str = "validation."
+) -> bool:
+    """Whether redraws are the nulls; `listed`: whether redraws.jsonl has some.
+
+    Raises UserError where what `calibration` asks for is not there, or an option has no effect."""
+    masked = any(mask is not None for target in targets for mask in target.masks or [])
+    check_measurement(config, Facts(redraws=listed, masks=masked), prefix)
+    return listed and config.calibration != "failures"
+
+
+def calibrate(measure: "Measure") -> tuple[Threshold, ElementThreshold, list[TargetRange]]:
+    """The thresholds of wholes and of elements, and the ranges that they lie in; the same on all
+    ranks."""
+    given = measure.config.threshold
+    canvases = canvases_of(measure)
+    if measure.uses_redraws:
+        rate = measure.config.false_positive_rate
+        nulls = redraws.null_rows(measure)
+    else:
+        rate = None
+        nulls = of_failures(measure, canvases)
+    copies = of_copies(measure, canvases)
+    scored = [scored_target(j, nulls, copies) for j in range(len(canvases))]
+    whole, element = thresholds(scored, rate, given)
+
+    ranges = []
+    for j, (target, parts) in enumerate(zip(measure.targets, scored, strict=True)):
+        is_given = given is not None
+        of_elements = [
+            None if part is None else measured_range(part, element.of(j, k), rate)
+            for k, part in enumerate(parts.elements)
+        ]
+        ranges.append(
+            TargetRange(
+                target_id=target.target_id,
+                size=target.image.size,
+                side=measure.sampler.side,
+                whole=measured_range(parts.whole, whole.of_target(j), rate, given=is_given),
+                elements=of_elements,
+                nulls=sum(row["target"] == j for row in nulls),
+                copies=len(parts.whole.copies),
+            )
+        )
+    return whole, element, ranges
+
+
+# -- pictures and their similarities ---------------------------------------------------------------
+def canvases_of(measure: "Measure") -> list[Canvas]:
+    """Each target at the side of the images."""
+    return [
+        canvas_of(target, masks, measure.sampler.side)
+        for target, masks in zip(measure.targets, measure.masks, strict=True)
+    ]
+
+
+def of_copies(measure: "Measure", canvases: Sequence[Canvas]) -> list[ImageRow]:
+    """Rows of true copies, through the autoencoder; the plain one of each target first."""
+    rows: list[Any] = []
+    for j, drawn in enumerate(canvases):
+        pictures = measure.sampler.round_trip(failures.true_copies(drawn.picture))
+        rows += measure.similar(pictures.to(measure.accelerator.device), [j] * len(pictures))
+    return rows
+
+
+def nulls_of(measure: "Measure", j: int, drawn: Canvas) -> Iterator[Null]:
+    """Failures made from target j, and training pictures that show not all of it."""
+    phrases = measure.targets[j].phrases
+    others = []
+    for training, picture in measure.training.pictures(MOST_SHOWN):
+        shows = frozenset(k for k, phrase in enumerate(phrases) if phrase in training.phrases)
+        others.append(Other(picture, shows))
+    yield from failures.failures(drawn.picture, drawn.shares, drawn.backdrop, others)
+    for other in others:
+        changed = tuple(k for k in range(len(phrases)) if k not in other.shows)
+        if changed:
+            yield Null(TRAINING, changed, other.picture)
+
+
+def of_failures(measure: "Measure", canvases: Sequence[Canvas]) -> list[NullRow]:
+    """Rows of each target's failures and of training pictures, through the autoencoder."""
+    device = measure.accelerator.device
+    nulls = [(j, null) for j, drawn in enumerate(canvases) for null in nulls_of(measure, j, drawn)]
+    targets = [measure.sampler.round_trip(c.picture[None])[0].to(device) for c in canvases]
+    places = measure.share(len(nulls))
+    hidden = not measure.accelerator.is_local_main_process
+    rows: list[tuple[int, NullRow | None]] = []
+    with Bar(total=len(places), desc="Failures", leave=False, disable=hidden) as bar:
+        for start in range(0, len(places), measure.config.max_batch):
+            part = places[start : start + measure.config.max_batch]
+            batch = torch.stack([nulls[i][1].picture for i in part])
+            decoded = measure.sampler.round_trip(batch, bar).to(device)
+            similar = measure.similar(decoded, [nulls[i][0] for i in part])
+            for i, picture, row in zip(part, decoded, similar, strict=True):
+                j, null = nulls[i]
+                pairs = [(canvases[j].picture, null.picture), (targets[j], picture)]
+                rows.append((i, null_row(measure.judged[j], row, null, pairs)))
+    return [row for row in measure.gather(rows) if row is not None]
+
+
+def null_row(
+    judged: "Judged", row: dict[str, Any], null: Null, pairs: Sequence[tuple[Tensor, Tensor]]
+) -> NullRow | None:
+    """The row of a failure. pairs: the target and the failure (3,S,S) in each form, as made and as
+    the autoencoder leaves them.
+
+    It has no similarity to an element that it changes and that looks the same in a form; None
+    where all that it changes looks the same, since that is no failure."""
+
+    def differs(mask: Tensor | None) -> bool:
+        return all(failures.differs(target, picture, mask) for target, picture in pairs)
+
+    elements = list[float | None](row["elements"])
+    changed = [k for k in range(len(elements)) if null.changed is None or k in null.changed]
+    masks = {k: mask for k in changed if (mask := judged.elements[k]) is not None}
+    same = [k for k, mask in masks.items() if not differs(mask)]
+    of_all = null.changed is None or null.kind == TRAINING
+    of_whole = of_all and differs(judged.whole)
+    if not of_whole and len(same) == len(changed):
+        return None
+    for k in same:
+        elements[k] = None
+    return NullRow(
+        target=row["target"],
+        sim=row["sim"],
+        elements=elements,
+        kind=null.kind,
+        changed=null.changed,
+        of_whole=of_whole,
+    )
+
+
+def one_null_of_each_kind(measure: "Measure", j: int) -> list[Null]:
+    """Of a target, as the autoencoder leaves them."""
+    drawn = canvas_of(measure.targets[j], measure.masks[j], measure.sampler.side)
+    first: dict[str, Null] = {}
+    for null in nulls_of(measure, j, drawn):
+        first.setdefault(null.kind, null)
+    pictures = measure.sampler.round_trip(torch.stack([null.picture for null in first.values()]))
+    return [
+        null._replace(picture=picture)
+        for null, picture in zip(first.values(), pictures, strict=True)
+    ]
+
+
+# -- from similarities to a threshold and a range --------------------------------------------------
+def scored_target(j: int, nulls: Sequence[NullRow], copies: Sequence[ImageRow]) -> ScoredTarget:
+    """The similarities to target j and to its elements.
+
+    A null says something of an element only where it changes it."""
+    own_copies = [row for row in copies if row["target"] == j]
+    whole = Scored(of_element=False, copies=[row["sim"] for row in own_copies])
+    elements: list[Scored | None] = []
+    for column in zip(*(row["elements"] for row in own_copies), strict=True):
+        sims = [similarity for similarity in column if similarity is not None]
+        elements.append(Scored(of_element=True, copies=sims) if sims else None)
+    for row in nulls:
+        if row["target"] != j:
+            continue
+        kind = row.get("kind", "redraw")
+        changed = row.get("changed")
+        if row.get("of_whole", True):
+            whole.nulls[kind].append(row["sim"])
+        for k, (element, similarity) in enumerate(zip(elements, row["elements"], strict=True)):
+            changes = changed is None or k in changed
+            if element is not None and similarity is not None and changes:
+                element.nulls[kind].append(similarity)
+    return ScoredTarget(whole, elements)
+
+
+def thresholds(
+    scored: Sequence[ScoredTarget], rate: float | None, given: float | None
+) -> tuple[Threshold, ElementThreshold]:
+    """(of wholes, of elements). rate: of the quantile, None between failures and copies. given: of
+    the wholes, in place of any.
+
+    Each target and each element has a threshold of its own, from its own nulls where they are
+    enough. Elements without any null use the threshold of the whole."""
+    source = FAILURES if rate is None else REDRAWS
+    wholes = enough([target.whole for target in scored], rate)
+    if given is not None:
+        whole = Threshold(given, "given")
+    else:
+        values = [threshold_of(part, rate) for part in wholes]
+        whole = Threshold(
+            value=max(values),
+            source=source,
+            n=min(part.count for part in wholes),
+            attained=attained_rate(wholes, rate),
+            targets=list(values),
+        )
+    elements = enough([p for target in scored for p in target.elements if p is not None], rate)
+    of_elements = [threshold_of(part, rate) for part in elements]
+    highest = max(of_elements, default=NOTHING)
+    left = iter(of_elements)
+    each: list[list[float] | None] = []
+    for j, target in enumerate(scored):
+        own = [NOTHING if part is None else next(left) for part in target.elements]
+        each.append([whole.of_target(j) if value == NOTHING else value for value in own])
+    element = ElementThreshold(
+        value=whole.value if highest == NOTHING else highest,
+        source=source,
+        n=min((part.count for part in elements), default=None),
+        attained=attained_rate(elements or wholes, rate),
+        each=each,
+    )
+    return whole, element
+
+
+def enough(parts: Sequence[Scored], rate: float | None) -> list[Scored]:
+    """Each part with its own nulls, or with those of all parts where its own are too few for a
+    quantile at this rate."""
+    if rate is None:
+        return list(parts)
+    together = Scored(of_element=any(part.of_element for part in parts))
+    for part in parts:
+        for kind, sims in part.nulls.items():
+            together.nulls[kind] += sims
+    return [part if part.count >= 1 / rate - 1 else together for part in parts]
+
+
+def threshold_of(part: Scored, rate: float | None) -> float:
+    """What the nulls and copies of one part ask for; NOTHING where quantiles have no null."""
+    if rate is not None:
+        kinds = part.nulls.items()
+        quantiles = [quantile(sims, rate_of(kind, rate, part.of_element)) for kind, sims in kinds]
+        return max(quantiles, default=NOTHING)
+    floor = max(map(max, part.nulls.values()), default=NOTHING)
+    ceiling = float(np.quantile(part.copies, CEILING))
+    return float(max(floor + MARGIN * (ceiling - floor), np.nextafter(floor, np.inf)))
+
+
+def quantile(nulls: Sequence[float], rate: float) -> float:
+    """The threshold that a fresh null exceeds with probability at most `rate`, on average over null
+    sets: just above the conformal order statistic ceil((n+1)(1-rate)), at most the largest."""
+    n = len(nulls)
+    k = int(np.ceil((n + 1) * (1 - rate) - 1e-9))
+    return float(np.nextafter(np.sort(nulls)[min(k, n) - 1], np.inf))  # recovered means >=
+
+
+def rate_of(kind: str, rate: float, of_element: bool) -> float:
+    """False positives that redraws of a kind may have. Seen alone, each element of `attributes` is
+    redrawn in place."""
+    in_place = kind in IN_PLACE or (of_element and kind == "attributes")
+    return min(IN_PLACE_FACTOR * rate, 0.5) if in_place else rate
+
+
+def attained_rate(parts: Sequence[Scored], rate: float | None) -> float:
+    """The false-positive rate that the nulls can show: that of the kind with the fewest, mean over
+    the parts, of kinds without an allowance. n nulls cannot show a rate below 1/(n+1)."""
+    if rate is None:
+        return FALSE_POSITIVES
+    shown: dict[str, list[float]] = defaultdict(list)
+    for part in parts:
+        for kind, sims in part.nulls.items():
+            if rate_of(kind, rate, part.of_element) == rate:
+                shown[kind].append(max(rate, 1 / (len(sims) + 1)))
+    return max((float(np.mean(rates)) for rates in shown.values()), default=rate)
+
+
+def measured_range(
+    part: Scored, threshold: float, rate: float | None = None, *, given: bool = False
+) -> Range:
+    """The range of one picture or region. given: the threshold is nobody's measure."""
+    kinds = {kind: null_scores(sims) for kind, sims in part.nulls.items()}
+    nearest = max(kinds, key=lambda kind: kinds[kind].highest, default="")
+    floor = kinds[nearest].highest if kinds else None
+    ceiling = float(np.quantile(part.copies, CEILING))
+    perfect = part.copies[0]
+    if rate is not None:  # some kinds may pass at a stated rate
+        floor = threshold
+        separable = perfect >= threshold
+    elif given:
+        separable = floor is None or floor < threshold <= perfect
+    else:
+        separable = floor is not None and ceiling - floor >= GAP
+    return Range(
+        threshold=threshold,
+        floor=floor,
+        nearest=nearest,
+        ceiling=ceiling,
+        perfect=perfect,
+        separable=separable,
+        kinds=kinds,
+    )
+
+
+def null_scores(similarities: Sequence[float]) -> NullScores:
+    """One kind of null: its highest score, and the mean with its bootstrap interval."""
+    return NullScores(
+        highest=max(similarities),
+        mean=float(np.mean(similarities)),
+        n=len(similarities),
+        interval=bootstrap_interval(similarities) if len(similarities) > 1 else None,
+    )
