@@ -33,7 +33,7 @@ from silentbad.distributed.start import start
 from silentbad.errors import UserError, exit_with
 from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
-from silentbad.measure.calibrate import calibrate, uses_redraws
+from silentbad.measure.calibrate import calibrate
 from silentbad.measure.embedders import CLIP, embedder_of
 from silentbad.measure.generation import Sampler
 from silentbad.measure.given import GivenPictures, given_pictures
@@ -62,7 +62,7 @@ from silentbad.measure.record import (
     decode,
     encode,
 )
-from silentbad.measure.redraws import load_redraws
+from silentbad.measure.redraws import load_redraws, uses_redraws
 from silentbad.measure.samples import (
     element_file,
     grid_line,

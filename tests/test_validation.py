@@ -21,10 +21,9 @@ import validation
 from silentbad.data.images import to_pil, to_tensor
 from silentbad.data.targets import Target, load_targets
 from silentbad.errors import UserError
-from silentbad.measure import redraws
-from silentbad.measure.calibrate import uses_redraws
+from silentbad.measure import calibrate
 from silentbad.measure.generation import Sampler, plan
-from silentbad.measure.redraws import load_redraws
+from silentbad.measure.redraws import load_redraws, uses_redraws
 from silentbad.measure.samples import slugs
 from silentbad.model.averaging import averaged
 from tests.recoveries import make_hook, saved_embedder, shifted, smooth, some_targets
@@ -454,7 +453,7 @@ def test_audit_calibrates_on_redraws(audit_folder, tmp_path, monkeypatch):
     def computed(measure):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(redraws, "similarities", computed)  # an audit of the same pictures reads the cache
+    monkeypatch.setattr(calibrate, "similarities", computed)  # an audit of the same pictures reads the cache
     assert run_audit(audit_folder, tmp_path / "again", str(tmp_path / "targets.jsonl")) == 4
     assert json.loads((tmp_path / "again" / "validation.json").read_text())["threshold"] == threshold
     smooth("redraw", 120).save(tmp_path / "r7.png")

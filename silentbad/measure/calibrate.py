@@ -15,20 +15,22 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import datasets
 import numpy as np
 import torch
 from torch import Tensor
 
-from silentbad.data.targets import Target
-from silentbad.measure import failures, redraws
+from silentbad.data.images import open_image, to_tensor
+from silentbad.measure import failures
 from silentbad.measure.failures import Canvas, Null, Other, canvas_of
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.record import ElementThreshold, NullScores, Range, TargetRange, Threshold
+from silentbad.measure.redraws import key, remembered
+from silentbad.measure.scores import ImageRow
 from silentbad.progress import Bar
-from silentbad.settings.rules import Facts, check_measurement
-from silentbad.settings.validation import ValidationConfig
 
 if TYPE_CHECKING:
     from silentbad.measure.measure import Judged, Measure
@@ -49,14 +51,6 @@ NOTHING = -1.0  # the lowest similarity
 # where the null pictures come from, as the report says it
 REDRAWS = "redraws of the captions"
 FAILURES = "failures made from the target, and true copies"
-
-
-class ImageRow(TypedDict):
-    """Similarities of an image to its target, and of each element (None without a mask)."""
-
-    target: int
-    sim: float
-    elements: list[float | None]
 
 
 class NullRow(ImageRow, total=False):
@@ -89,17 +83,6 @@ class ScoredTarget(NamedTuple):
     elements: list[Scored | None]
 
 
-def uses_redraws(
-    config: ValidationConfig, targets: Sequence[Target], listed: bool, prefix: str = "validation."
-) -> bool:
-    """Whether redraws are the nulls; `listed`: whether redraws.jsonl has some.
-
-    Raises UserError where what `calibration` asks for is not there, or an option has no effect."""
-    masked = any(mask is not None for target in targets for mask in target.masks or [])
-    check_measurement(config, Facts(redraws=listed, masks=masked), prefix)
-    return listed and config.calibration != "failures"
-
-
 def calibrate(measure: "Measure") -> tuple[Threshold, ElementThreshold, list[TargetRange]]:
     """The thresholds of wholes and of elements, and the ranges that they lie in; the same on all
     ranks."""
@@ -107,7 +90,7 @@ def calibrate(measure: "Measure") -> tuple[Threshold, ElementThreshold, list[Tar
     canvases = canvases_of(measure)
     if measure.uses_redraws:
         rate = measure.config.false_positive_rate
-        nulls = redraws.null_rows(measure)
+        nulls = of_redraws(measure)
     else:
         rate = None
         nulls = of_failures(measure, canvases)
@@ -187,6 +170,50 @@ def of_failures(measure: "Measure", canvases: Sequence[Canvas]) -> list[NullRow]
                 pairs = [(canvases[j].picture, null.picture), (targets[j], picture)]
                 rows.append((i, null_row(measure.judged[j], row, null, pairs)))
     return [row for row in measure.gather(rows) if row is not None]
+
+
+def of_redraws(measure: "Measure") -> list[NullRow]:
+    """Rows of redraws; similarities come from the cache where they are in it."""
+    facts: list[Any] = [
+        measure.embedder.describe(),
+        measure.reference,
+        [measure.config.max_batch, measure.accelerator.num_processes],
+    ]
+    for of_targets in measure.all_references():
+        facts += of_targets.wholes
+        facts += [feature for features in of_targets.elements for feature in features]
+    facts += [mask for masks in measure.masks for mask in masks]
+    for redraw in measure.redraws:
+        facts += [redraw.target, redraw.file]
+    rows = remembered(
+        Path(measure.cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad",
+        key(facts, measure.accelerator.device),
+        len(measure.redraws),
+        measure.accelerator,
+        lambda: similarities(measure),
+    )
+    return [
+        {**row, "kind": redraw.kind, "changed": redraw.changed}
+        for row, redraw in zip(rows, measure.redraws, strict=True)
+    ]
+
+
+def similarities(measure: "Measure") -> list[dict[str, Any]]:
+    """Of each redraw, in batches of one target and size."""
+    redraws = measure.redraws
+    rows: list[tuple[int, Any]] = []
+    batches: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for place, i in enumerate(measure.share(len(redraws))):
+        batches[redraws[i].target, place // measure.config.max_batch].append(i)
+    for (target, _), part in batches.items():
+        by_size: dict[torch.Size, dict[int, torch.Tensor]] = defaultdict(dict)
+        for i in part:
+            image = to_tensor(open_image(redraws[i].file, "redraws.jsonl"))
+            by_size[image.shape][i] = image
+        for images in by_size.values():
+            similar = measure.similar(torch.stack([*images.values()]), [target] * len(images))
+            rows += zip(images, similar, strict=True)
+    return measure.gather(rows)
 
 
 def null_row(

@@ -17,13 +17,12 @@ from silentbad.data.images import open_image, resize, to_pil, to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, warn
 from silentbad.measure import kept
-from silentbad.measure.calibrate import uses_redraws
 from silentbad.measure.embedders import CLIP, Embedder
 from silentbad.measure.generation import Item, Sampler, left_as_found, reordered
 from silentbad.measure.intervals import detection
 from silentbad.measure.nearest import Shown, TrainingPictures
 from silentbad.measure.record import ElementThreshold, Kept, Scores, Threshold
-from silentbad.measure.redraws import load_redraws
+from silentbad.measure.redraws import load_redraws, uses_redraws
 from silentbad.measure.samples import save
 from silentbad.measure.scores import cell_scores, is_recovered
 from silentbad.measure.weight_change import Base, stage_sizes

@@ -6,27 +6,24 @@ run's images, and a run, its placebo and an audit of the same targets look at th
 import hashlib
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock
 from PIL import Image
 
-from silentbad.data.images import content_hash, inside, open_image, safe_path, to_tensor
+from silentbad.data.images import content_hash, inside, open_image, safe_path
 from silentbad.data.schema import REDRAW, admitted, json_lines, refuse_misspelt
 from silentbad.data.targets import Target
 from silentbad.device import device_name
 from silentbad.errors import UserError, brief, warn, writing
 from silentbad.files import check_file, replace_text
-
-if TYPE_CHECKING:
-    from silentbad.measure.measure import Measure
+from silentbad.settings.rules import Facts, check_measurement
+from silentbad.settings.validation import ValidationConfig
 
 Row = dict[str, Any]
 
@@ -100,6 +97,17 @@ def load_redraws(
     return redraws
 
 
+def uses_redraws(
+    config: ValidationConfig, targets: Sequence[Target], listed: bool, prefix: str = "validation."
+) -> bool:
+    """Whether redraws are the nulls; `listed`: whether redraws.jsonl has some.
+
+    Raises UserError where what `calibration` asks for is not there, or an option has no effect."""
+    masked = any(mask is not None for target in targets for mask in target.masks or [])
+    check_measurement(config, Facts(redraws=listed, masks=masked), prefix)
+    return listed and config.calibration != "failures"
+
+
 # -- a null is no copy -----------------------------------------------------------------------------
 COPY = 2.0  # levels of 255
 
@@ -127,52 +135,7 @@ def is_copy(first: Fingerprint, second: Fingerprint) -> bool:
     )
 
 
-# -- similarities ----------------------------------------------------------------------------------
-def null_rows(measure: "Measure") -> list[Any]:
-    """A row of each redraw (`calibrate.NullRow`); similarities come from the cache where they are in
-    it."""
-    facts: list[Any] = [
-        measure.embedder.describe(),
-        measure.reference,
-        [measure.config.max_batch, measure.accelerator.num_processes],
-    ]
-    for of_targets in measure.all_references():
-        facts += of_targets.wholes
-        facts += [feature for features in of_targets.elements for feature in features]
-    facts += [mask for masks in measure.masks for mask in masks]
-    for redraw in measure.redraws:
-        facts += [redraw.target, redraw.file]
-    rows = remembered(
-        Path(measure.cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad",
-        key(facts, measure.accelerator.device),
-        len(measure.redraws),
-        measure.accelerator,
-        lambda: similarities(measure),
-    )
-    return [
-        {**row, "kind": redraw.kind, "changed": redraw.changed}
-        for row, redraw in zip(rows, measure.redraws, strict=True)
-    ]
-
-
-def similarities(measure: "Measure") -> list[Row]:
-    """Of each redraw, in batches of one target and size."""
-    redraws = measure.redraws
-    rows: list[tuple[int, Any]] = []
-    batches: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for place, i in enumerate(measure.share(len(redraws))):
-        batches[redraws[i].target, place // measure.config.max_batch].append(i)
-    for (target, _), part in batches.items():
-        by_size: dict[torch.Size, dict[int, torch.Tensor]] = defaultdict(dict)
-        for i in part:
-            image = to_tensor(open_image(redraws[i].file, "redraws.jsonl"))
-            by_size[image.shape][i] = image
-        for images in by_size.values():
-            similar = measure.similar(torch.stack([*images.values()]), [target] * len(images))
-            rows += zip(images, similar, strict=True)
-    return measure.gather(rows)
-
-
+# -- the cache of similarities ---------------------------------------------------------------------
 def key(facts: Iterable[Any], device: torch.device) -> str:
     """A name for rows that depend on these facts: tensors, files, and what JSON takes; and on what rounds."""
     total = hashlib.sha256()

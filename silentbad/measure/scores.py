@@ -5,12 +5,12 @@ A cell is a kind of prompt (generation.py lists them)."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import torch
 
 from silentbad.errors import UserError
-from silentbad.measure.calibrate import ImageRow
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval, difference_interval
 from silentbad.measure.record import (
     ALL,
@@ -28,6 +28,14 @@ from silentbad.measure.record import (
     TargetScores,
     Threshold,
 )
+
+
+class ImageRow(TypedDict):
+    """Similarities of an image to its target, and of each element (None without a mask)."""
+
+    target: int
+    sim: float
+    elements: list[float | None]
 
 
 class Row(ImageRow, total=False):
