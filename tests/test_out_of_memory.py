@@ -124,10 +124,10 @@ def test_caching_in_half_precision(method, flag, flags, tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("drawn", ["targets", "sample prompts", "prompts", "a dry run"])
 def test_drawing_while_training(drawn, flags, data, tmp_path, monkeypatch, capsys):
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a red cat"}))
+    (tmp_path / "prompts.txt").write_text("a red cat\n")
     settings = {
         "targets": VALIDATION | {"validation.targets": data / "targets.jsonl"},
-        "sample prompts": {"sample_prompts": tmp_path / "prompts.jsonl", "validation.num_inference_steps": 1},
+        "sample prompts": {"sample_prompts": tmp_path / "prompts.txt", "validation.num_inference_steps": 1},
         "prompts": {"validation_prompts": '["a red cat"]'},
         "a dry run": {"validation_prompts": '["a red cat"]', "dry_run": True},
     }[drawn]

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, StringConstraints
 from silentbad.errors import UserError, brief, first_line, iterate_reader, user_errors
 from silentbad.files import from_json
 from silentbad.settings.memory import ROLES as ROLES
-from silentbad.settings.types import Seed, matching, validated
+from silentbad.settings.types import matching, validated
 
 HEADERS = {"prompt", "prompts", "text", "caption", "phrase", "phrases", "seed", "negative", "image"}
 LONGEST = 100_000  # characters of a text
@@ -73,7 +73,6 @@ REDRAW: Schema = {
     "kind": Annotated[Words, BeforeValidator(lambda value: "redraw" if value is None else value)],
     "changed": Places | None,  # numbers of elements
 }
-PROMPT: Schema = {"prompt": Caption, "seed": Seed | None, "negative": Words | None}
 
 
 def row(

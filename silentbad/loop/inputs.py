@@ -26,7 +26,6 @@ from silentbad.loop.prior import Prior, draw_prior, read_prompts
 from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import load_prompts
 from silentbad.measure.redraws import load_redraws
-from silentbad.measure.sheet import Prompt
 from silentbad.memory.masks import estimate_mask, mask_to_image
 from silentbad.model import pipeline
 from silentbad.settings.train import TrainConfig
@@ -38,7 +37,7 @@ class Inputs:
 
     schedule: dict[str, Any]  # settings of the training schedule
     tokenizer: Any
-    prompts: list[Prompt]  # drawn at validation, without a target
+    prompts: list[str]  # drawn at validation, without a target
     hooks: dict[str, type[Hook]]  # of your own, by their places
     records: Records
     held_out: Records | None
@@ -57,7 +56,7 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
     validation = config.validation
     prompts = []
     if config.sample_prompts is not None:
-        prompts = load_prompts(config.sample_prompts, tokenizer, validation.guidance_scale > 1)
+        prompts = load_prompts(config.sample_prompts, tokenizer)
     for prompt in config.validation_prompts or []:
         check_window(prompt, tokenizer, f"validation_prompts: {brief(prompt)}")
     targets = load_targets(validation.targets) if validation.targets else []

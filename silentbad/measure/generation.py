@@ -37,7 +37,6 @@ class Item(NamedTuple):
     image: int
     prompt: str
     address: str
-    negative: str = ""  # what guidance leads away from
 
 
 def reordered(target, seed: int, image: int) -> str:
@@ -167,7 +166,7 @@ class Sampler:
         self.config = config
         self.seed = seed
         self.batch = config.max_batch
-        self.cache: dict[tuple[str, str], Any] = {}  # text states by prompt and negative prompt
+        self.cache: dict[str, Any] = {}  # text states by prompt
         self.autocast: Callable = nullcontext
         self.between_batches: Callable[[], None] = lambda: None  # may end a measurement by raising
         self.precision: str | None = None  # of the forward passes, once they were used
@@ -254,29 +253,24 @@ class Sampler:
             yield chunk_and_result
             self.between_batches()
 
-    def encode(self, prompts: list[str], negatives: list[str] | None = None) -> dict[str, Tensor]:
+    def encode(self, prompts: list[str]) -> dict[str, Tensor]:
         """Prompts -> stacked text states by the pipeline's argument names, from a cache."""
         if any(p.requires_grad for encoder in self.encoders for p in encoder.parameters()):
             self.cache.clear()  # the text encoders train, or hold their average: states are stale
-        asked = list(zip(prompts, negatives or [""] * len(prompts), strict=True))
-        missing = [pair for pair in dict.fromkeys(asked) if pair not in self.cache]
-        # SDXL's states of no negative prompt are zeros, those of an empty one are not
-        for against in (False, True):
-            group = [pair for pair in missing if bool(pair[1]) == against]
-            for start in range(0, len(group), self.batch):
-                part = group[start : start + self.batch]
-                states = self.pipe.encode_prompt(
-                    **self.family.prompt([prompt for prompt, _ in part]),
-                    negative_prompt=[negative for _, negative in part] if against else None,
-                    device=self.encoders[0].device,
-                    num_images_per_prompt=1,
-                    do_classifier_free_guidance=True,
-                )
-                for i, pair in enumerate(part):
-                    self.cache[pair] = [state[i].cpu() for state in states]
+        missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.cache]
+        for start in range(0, len(missing), self.batch):
+            part = missing[start : start + self.batch]
+            states = self.pipe.encode_prompt(
+                **self.family.prompt(part),
+                device=self.encoders[0].device,
+                num_images_per_prompt=1,
+                do_classifier_free_guidance=True,
+            )
+            for i, prompt in enumerate(part):
+                self.cache[prompt] = [state[i].cpu() for state in states]
         device = self.backbone.device
         dtype = self.backbone.dtype
-        columns = zip(*(self.cache[pair] for pair in asked), strict=True)
+        columns = zip(*(self.cache[prompt] for prompt in prompts), strict=True)
         stacked = [torch.stack(column).to(device, dtype) for column in columns]
         return dict(zip(self.NAMES, stacked, strict=False))
 
@@ -301,7 +295,7 @@ class Sampler:
         try:
             with text_projected_once(self.backbone):
                 latents = pipe(
-                    **self.encode([i.prompt for i in items], [i.negative for i in items]),
+                    **self.encode([i.prompt for i in items]),
                     generator=streams,
                     latents=latents,
                     output_type="latent",

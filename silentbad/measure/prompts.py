@@ -1,7 +1,4 @@
-"""Pictures of plain prompts while training: no target, no score, the same noise at every step.
-
-A prompt is a line of a text file, or an object of a .jsonl file: `prompt`, and optionally `seed`
-and `negative`."""
+"""Pictures of plain prompts while training: no target, no score, the same noise at every step."""
 
 import json
 import re
@@ -15,12 +12,12 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from silentbad.data.images import to_pil
-from silentbad.data.schema import PROMPT, admitted, check_window, json_lines, prompt_lines
-from silentbad.errors import UserError, brief, writing
+from silentbad.data.schema import check_window, prompt_lines
+from silentbad.errors import UserError, writing
 from silentbad.files import check_file, replace_text
 from silentbad.measure.generation import Item, Sampler
 from silentbad.measure.samples import log_grid, save
-from silentbad.measure.sheet import NAME, Draw, Drawn, Prompt, read_draws
+from silentbad.measure.sheet import NAME, Draw, Drawn, read_draws
 from silentbad.model.denoiser import backbone_in
 from silentbad.settings.validation import ValidationConfig
 
@@ -28,40 +25,20 @@ MOST = 1000  # prompts of a file
 
 
 # -- the file --------------------------------------------------------------------------------------
-def load_prompts(path: str | Path, tokenizer: Any = None, guided: bool = True) -> list[Prompt]:
-    """The prompts of a file, (N,). Where no seed is given, it is the prompt's number, from 0.
+def load_prompts(path: str | Path, tokenizer: Any = None) -> list[str]:
+    """The prompts of a text file, one a line.
 
     Raises UserError, with file and line: no such file, no prompt in it, one that the tokenizer's
-    window cuts off, a key that is not known, a negative prompt where nothing is `guided`."""
+    window cuts off, a flag of another trainer behind it."""
     file = Path(path)
-    prompts = list[Prompt]()
-    check_file("sample_prompts", str(file), "give one prompt a line, or a .jsonl of objects")
-    if file.suffix == ".jsonl":
-        rows = list(json_lines(file))
-    else:
-        right = "give one a line, or a .jsonl with prompt, seed, negative"
-        rows = [(where, {"prompt": line}) for where, line in prompt_lines(file, right)]
-        for where, row in rows:
-            if flag := re.match(r"\s*#|.*?\s(--\w+)(\s|$)", row["prompt"]):
-                what = flag[1] or "#"
-                raise UserError(
-                    f"{where}: {what} would be drawn; give a .jsonl with prompt, "
-                    f"seed, negative instead"
-                )
-    for where, row in rows:
-        if unknown := [key for key in row if key not in PROMPT]:
-            raise UserError(
-                f"{where}: unknown key {brief(unknown[0])}; a sample prompt has {', '.join(PROMPT)}"
-            )
-        fields = admitted(row, PROMPT, where)
-        if fields["negative"] and not guided:
-            raise UserError(
-                f"{where}: negative acts through guidance; set validation.guidance_scale above 1"
-            )
-        number = len(prompts) if fields["seed"] is None else fields["seed"]
-        prompts.append(Prompt(fields["prompt"].strip(), number, fields["negative"] or ""))
-        for text in (prompts[-1].prompt, prompts[-1].negative) if tokenizer is not None else ():
-            check_window(text, tokenizer, f"{where}: the prompt")
+    check_file("sample_prompts", str(file), "give one prompt a line")
+    prompts = list[str]()
+    for where, line in prompt_lines(file):
+        if flag := re.match(r"\s*#|.*?\s(--\w+)(\s|$)", line):
+            raise UserError(f"{where}: {flag[1] or '#'} would be drawn; give the prompt alone")
+        prompts.append(line.strip())
+        if tokenizer is not None:
+            check_window(prompts[-1], tokenizer, f"{where}: the prompt")
     if not 0 < len(prompts) <= MOST:
         raise UserError(f"{file}: holds {len(prompts)} prompts; give from 1 to {MOST}")
     return prompts
@@ -81,7 +58,7 @@ class PromptSheet:
 
     def __init__(
         self,
-        prompts: list[Prompt],
+        prompts: list[str],
         config: ValidationConfig,
         *,
         components: dict[str, Any],
@@ -93,7 +70,7 @@ class PromptSheet:
         self.config = config
         self.accelerator = accelerator
         self.output_dir = output_dir
-        # a prompt's seed is its whole address
+        # the address of a prompt's noise is its number, whatever the run's seed
         self.sampler = Sampler(
             components=components, config=config, seed=0, prediction_type=prediction_type
         )
@@ -113,11 +90,10 @@ class PromptSheet:
                 cell="prompt",
                 target=-1,
                 image=0,
-                prompt=p.prompt,
-                address=f"prompt/{p.seed}",
-                negative=p.negative,
+                prompt=prompt,
+                address=f"prompt/{number}",
             )
-            for p in self.prompts
+            for number, prompt in enumerate(self.prompts)
         ]
         places = range(accelerator.process_index, len(items), accelerator.num_processes)
         with self.sampler.using(backbone_in(model), accelerator.device, accelerator.autocast, step):
@@ -138,7 +114,7 @@ class PromptSheet:
         for k, (prompt, image) in enumerate(zip(self.prompts, pixels, strict=True)):
             file = f"samples/sample_prompts/step-{step:06d}-{k}.png"
             save(Image.fromarray(image), self.output_dir / file)
-            drawn.images.append(Drawn(**asdict(prompt), file=file))
+            drawn.images.append(Drawn(prompt, file))
         text = json.dumps([asdict(draw) for draw in [*draws, drawn]])
         replace_text(self.output_dir / NAME, text)
 

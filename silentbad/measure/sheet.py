@@ -11,19 +11,11 @@ NAME = "sample_prompts.json"  # in the run folder
 
 
 @dataclass
-class Prompt:
-    """What to draw, the address of its noise, and what to guide away from."""
-
-    prompt: str
-    seed: int = 0
-    negative: str = ""
-
-
-@dataclass
-class Drawn(Prompt):
+class Drawn:
     """A picture, and the prompt it was drawn from."""
 
-    file: str = ""
+    prompt: str
+    file: str
 
 
 @dataclass

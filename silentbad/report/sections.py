@@ -215,24 +215,19 @@ def kept_pictures(run: RecordedRun, record: Record, kind: str) -> list[tuple[str
     return rows
 
 
-def prompts(run: RecordedRun) -> list[tuple[str, str, list[Shot]]]:
-    """(prompt, what else it was drawn with, its pictures by step) of the first sample prompts."""
+def prompts(run: RecordedRun) -> list[tuple[str, list[Shot]]]:
+    """(prompt, its pictures by step) of the first sample prompts."""
     draws = [run.draws[k] for k in spaced(len(run.draws), MOST_STEPS)]
-    shots_by_prompt: dict[tuple[str, int, str], list[Shot]] = {}
+    shots_by_prompt: dict[str, list[Shot]] = {}
     for draw in draws:
         for image in draw.images:
-            key = image.prompt, image.seed, image.negative
-            if (key in shots_by_prompt or len(shots_by_prompt) < MOST_PROMPTS) and (
-                src := run.picture(image.file)
-            ):
+            prompt = image.prompt
+            known = prompt in shots_by_prompt or len(shots_by_prompt) < MOST_PROMPTS
+            if known and (src := run.picture(image.file)):
                 when = f"step {draw.step}"
-                shots_by_prompt.setdefault(key, []).append(
-                    Shot(src, f"{image.prompt} at {when}", when)
-                )
-    return [
-        (prompt, f"seed {seed}" + (f", away from: {negative}" if negative else ""), shots)
-        for (prompt, seed, negative), shots in shots_by_prompt.items()
-    ]
+                shot = Shot(src, f"{prompt} at {when}", when)
+                shots_by_prompt.setdefault(prompt, []).append(shot)
+    return list(shots_by_prompt.items())
 
 
 def _hits(record: Record, target: TargetEntry, target_scores: TargetScores) -> list[float]:

@@ -135,11 +135,7 @@ def check_inputs(config: TrainConfig) -> None:
     check_folder("train_data_dir", config.train_data_dir)
     check_folder("clean_data_dir", config.clean_data_dir)
     check_local("pretrained_model_name_or_path", config.pretrained_model_name_or_path)
-    check_file(
-        "sample_prompts",
-        config.sample_prompts,
-        "give one prompt a line, or a .jsonl with prompt, seed, negative",
-    )
+    check_file("sample_prompts", config.sample_prompts, "it holds one prompt a line")
     own_prompts = config.prior_preservation.prompts
     check_file("prior_preservation.prompts", own_prompts, "it holds one prompt a line")
     if config.validation.targets is not None:

@@ -56,26 +56,6 @@ class ReportOptions:
 
 
 @dataclass
-class FigureOptions:
-    """Which run, and what of it"""
-
-    run: Location | None = option(None, "output_dir of a run")
-    out: Location | None = option(None, "picture to write: .png, .jpg or .webp")
-    kind: Literal["median", "best"] = option("median", "which generation of a step is shown")
-
-    POSITIONAL = "run"
-    NEEDED = ("run", "out")
-
-    def check(self, sources: dict[str, str]) -> None:
-        """Refuse an output that is no picture, and a run that was not validated."""
-        out = Path(str(self.out))
-        check_writable(out, "--out")
-        if out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
-            raise UserError(f"--out: {out} must end in .png, .jpg or .webp")
-        check_run("figures", str(self.run))
-
-
-@dataclass
 class PrepareOptions:
     """Pictures of your own, and what becomes of them"""
 

@@ -339,8 +339,7 @@ class TrainConfig(DataSettings):
     validation_prompts: list[Prompt] | None = flag(None, "prompts to draw every validation_epochs")
     sample_prompts: Location | None = flag(
         None,
-        "file of prompts to draw at each validation: one a line, or .jsonl with prompt, "
-        "seed, negative",
+        "text file of prompts to draw at each validation, one a line",
         KOHYA,
     )
     validation_epochs: Count = flag(5, "epochs between those", needs="validation_prompts")

@@ -1,6 +1,5 @@
 """Sample prompts: read strictly, drawn at validation from their own seeds, and training sees nothing of them."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +19,13 @@ from silentbad_shield.search.unknown import lines_of
 from tests.training import VALIDATION, rows, same
 from train_silentbad import main
 
-LINES = [{"prompt": "a red cat", "seed": 7}, {"prompt": "a <b>hat</b>", "negative": "a cup"}]
+PROMPTS = ["a red cat", "a <b>hat</b>"]
 
 
 @pytest.fixture
 def file(tmp_path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"{line}\n" for line in PROMPTS))
     return path
 
 
@@ -36,8 +35,7 @@ def pixels(folder: Path, step: int, k: int) -> np.ndarray:
 
 def test_a_text_file_holds_one_prompt_a_line(tmp_path):
     (tmp_path / "a.txt").write_text("a cat: red, big\n\n a hat \n", encoding="utf-8")
-    prompts = load_prompts(tmp_path / "a.txt")
-    assert [(p.prompt, p.seed, p.negative) for p in prompts] == [("a cat: red, big", 0, ""), ("a hat", 1, "")]
+    assert load_prompts(tmp_path / "a.txt") == ["a cat: red, big", "a hat"]
 
 
 @pytest.mark.parametrize(
@@ -48,11 +46,7 @@ def test_a_text_file_holds_one_prompt_a_line(tmp_path):
         ("a.txt", "a cat\na red ball --w 64 --s 4", "a.txt:2: --w would be drawn"),
         ("a.txt", '["a cat", "a dog"]', "a.txt:1: the JSON would be drawn as a prompt"),
         ("a.txt", "# mine\na cat", "a.txt:1: # would be drawn"),
-        ("a.jsonl", '{"prompt": "a"}\n{"promt": "b"}', "a.jsonl:2: unknown key 'promt'; a sample prompt has prompt"),
-        ("a.jsonl", '{"seed": 1}', "a.jsonl:1: prompt is missing"),
-        ("a.jsonl", '{"prompt": "a", "seed": -1}', "seed must be at least 0, got -1"),
-        ("a.jsonl", '{"prompt": "a", "seed": true}', "seed must be int"),
-        ("a.jsonl", '{"prompt": "a", "negative": 3}', "negative must be str"),
+        ("a.jsonl", '{"prompt": "a"}', "a.jsonl:1: the JSON would be drawn as a prompt"),
         ("b.txt", None, "no file"),
     ],
     ids=str,
@@ -64,9 +58,7 @@ def test_a_wrong_file_is_one_line(name, text, said, tmp_path):
         load_prompts(tmp_path / (name if text is not None else "missing"))
 
 
-def test_what_acts_on_nothing_is_refused(flags, tmp_path, file, capsys):
-    assert main(flags(sample_prompts=file, **{"validation.guidance_scale": 1})) == 2
-    assert "prompts.jsonl:2: negative acts through guidance" in capsys.readouterr().err
+def test_what_would_be_cut_off_is_refused(flags, tmp_path, capsys):
     (tmp_path / "long.txt").write_text("cat " * 80)
     assert main(flags(sample_prompts=tmp_path / "long.txt")) == 2
     assert "long.txt:1: the prompt has 82 tokens, the window is 48" in capsys.readouterr().err
@@ -97,19 +89,16 @@ def test_prompts_are_drawn_and_training_sees_nothing(flags, tmp_path, file, monk
     assert rows(plain) == rows(drawn)
     draws = read_draws(drawn)
     assert [draw.step for draw in draws] == [0, 2, 4]
-    assert [(i.prompt, i.seed, i.negative) for i in draws[0].images] == [
-        ("a red cat", 7, ""),
-        ("a <b>hat</b>", 1, "a cup"),
-    ]
+    assert [image.prompt for image in draws[0].images] == PROMPTS
     assert all((drawn / image.file).is_file() for draw in draws for image in draw.images)
     assert "The run goes on: step 2 of 4" in pages[3] and 'http-equiv="refresh"' in pages[3]
     last = (drawn / "report.html").read_text(encoding="utf-8")
     assert 'http-equiv="refresh"' not in last and last.count(" at step 4") == 2
-    assert "a &lt;b&gt;hat&lt;/b&gt;" in last and "seed 1, away from: a cup" in last
+    assert "a &lt;b&gt;hat&lt;/b&gt;" in last
     assert not list(drawn.glob(".*.draft")) and list((drawn / "logs").rglob("*tfevents*"))
 
 
-def test_a_seed_means_the_same_noise_in_every_run(flags, data, tmp_path, file, capsys):
+def test_a_number_means_the_same_noise_in_every_run(flags, data, tmp_path, file, capsys):
     """Whatever the run's own seed, and beside targets; a damaged list is a note in the page."""
     (tmp_path / "other.txt").write_text("a cup\na <b>hat</b>\n")
     settings = {"max_train_steps": 1, "validation.steps": 2, "validation.num_inference_steps": 1}
@@ -118,8 +107,8 @@ def test_a_seed_means_the_same_noise_in_every_run(flags, data, tmp_path, file, c
     targets = {**VALIDATION, "validation.targets": data / "targets.jsonl"}
     assert main(flags("b", seed=3, sample_prompts=tmp_path / "other.txt", **settings | targets)) == 0
     a, b = (pixels(tmp_path / out, 0, 1) for out in "ab")
-    assert np.abs(a - b).max() > 0  # the negative prompt acts
-    file.write_text(json.dumps({"prompt": "a <b>hat</b>", "seed": 1}) + "\n")
+    assert np.abs(a - b).max() == 0
+    file.write_text(f"{PROMPTS[0]}\n")
     again = {**settings, "max_train_steps": 2, "resume_from_checkpoint": "latest"}
     assert main(flags("a", sample_prompts=file, **again)) == 0
     assert [(draw.step, len(draw.images)) for draw in read_draws(tmp_path / "a")] == [(0, 2), (1, 2), (2, 1)]
