@@ -37,7 +37,7 @@ def demo_run(folder: Path, speed: float = 1.0) -> Path:
     def generate(items):
         images = []
         for item in items:
-            other = to_tensor(smooth("demo-other", item.address, item.image, side=64))
+            other = to_tensor(smooth("demo-other", item.address, item.image, False, side=64))
             mine = to_tensor(targets[item.target].image)
             reach = {"composed": 1.0, "shuffled": 0.8}.get(item.cell, 0.25)
             luck = torch.rand(1, generator=generator("luck", item.address, item.image)).item()
@@ -59,7 +59,7 @@ def calibrate(hook: RecoveryHook) -> None:
     """Thresholds and ranges as if nulls scored little."""
 
     def part(of_element: bool) -> Scored:
-        return Scored(of_element, {"plain grey": [0.02, 0.05], "mirrored": [0.1]}, [0.95] * 9)
+        return Scored(of_element, {"plain grey": [0.2, 0.3], "mirrored": [0.77]}, [0.95] * 9)
 
     scored = [ScoredTarget(part(False), [part(True), None, part(True)]) for _ in hook.targets]
     hook.threshold, hook.element_threshold = thresholds(scored, None, None)

@@ -48,7 +48,6 @@ def test_report_is_one_file_with_every_part(run):
         "In numbers",
         "Targets and generations",
         "Recovery curves",
-        "Phrases that mean several things",
         "Which phrase gives which element",
         "Thresholds",
         "Detection",
@@ -71,12 +70,12 @@ def test_report_is_one_file_with_every_part(run):
         "phrase 1 alone",
         "all but 2",
         "a tall hat",
-        "a sandy beach, a green meadow",
         "Timesteps trained on",
         "Learning-rate multiplier",
         "Strength of phrases",
         "Training loss",
         "metrics.jsonl: 1 unreadable",
+        "(3 pictures that are no recovery; of such at most 0.010 pass)",
     ):
         assert part in text
     assert not re.findall(r'(?:src|href)="(?!data:)', text) and "<script" not in text and "url(" not in text
@@ -157,21 +156,6 @@ def test_a_point_alone_lies_on_an_axis_from_nought():
     svg = charts.line_chart([charts.Series("one", [400], [0.3])], "one point")
     assert re.findall(r">([\d.]+)</text>", svg) == ["0", "0.1", "0.2", "0.3", "0", "100", "200", "300", "400"]
     assert "nan" not in charts.line_chart([charts.Series("one", [0], [0.0])], "at the start")
-
-
-def test_thresholds_that_are_no_quantiles_have_no_line_of_them(run, tmp_path):
-    quantiles = run_report.render(run)
-    assert "false-positive rate asked" in quantiles and "Each kind of null keeps its own" in quantiles
-    folder = shutil.copytree(run, tmp_path / "failures")
-    stored = json.loads((folder / "validation.json").read_text())
-    for name in ("threshold", "element_threshold"):
-        for key in ("low", "high", "false_positive_rate", "confidence", "held_out"):
-            stored[name].pop(key, None)
-    (folder / "validation.json").write_text(json.dumps(stored))
-    page = run_report.render(folder)
-    for words in ("unbounded", "false-positive rate", "Each kind of null keeps its own"):
-        assert words not in page
-    assert f"({stored['threshold']['n']} pictures that are no recovery)" in page
 
 
 def test_no_state_of_a_verdict_is_good_or_bad_news(run, tmp_path):
@@ -295,9 +279,8 @@ def test_a_placebo_run_is_taken_off_a_finished_one(run, slow, tmp_path, capsys):
     record, other = (Record.load(folder / "validation.json") for folder in (finished, placebo))
     rates = [[t.rate for t in r.history[-1].raw.targets.values()] for r in (record, other)]
     assert record.placebo.difference == pytest.approx(np.mean(rates[0]) - np.mean(rates[1])) and rates[0] != rates[1]
-    verdict, *advice, kept = capsys.readouterr().out.splitlines()[-3:]
+    verdict, kept = capsys.readouterr().out.splitlines()[-2:]
     assert "Training on placebo data" in verdict and kept.startswith("Kept: ")
-    assert [line.split(":")[0] for line in advice] == ["Try another base"]
     first, usual = (sections.tiles(RecordedRun(each), "raw")[0] for each in (finished, run))
     assert first.name.startswith("headline") and first.interval == record.placebo.interval
     assert first.value == record.placebo.difference and not usual.name.startswith("headline")
