@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from silentbad.measure.calibrate import FALSE_POSITIVES
-from silentbad.measure.intervals import LEVEL, as_many_by_chance, passes_alike
+from silentbad.measure.intervals import FALSE_POSITIVES, LEVEL, as_many_by_chance, passes_alike
 from silentbad.measure.record import CellScores, Range, Record, Scores
 from silentbad.measure.scores import images_recovered, latest
 

@@ -26,10 +26,10 @@ from torch import Tensor
 from silentbad.data.images import open_image, to_tensor
 from silentbad.measure import failures
 from silentbad.measure.failures import Canvas, Null, Other, canvas_of
-from silentbad.measure.intervals import bootstrap_interval
-from silentbad.measure.record import ElementThreshold, NullScores, Range, TargetRange, Threshold
+from silentbad.measure.intervals import FALSE_POSITIVES
+from silentbad.measure.record import ElementThreshold, Range, TargetRange, Threshold
 from silentbad.measure.redraws import key, remembered
-from silentbad.measure.scores import ImageRow
+from silentbad.measure.scores import ImageRow, null_scores
 from silentbad.progress import Bar
 
 if TYPE_CHECKING:
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 MARGIN = 1 / 3  # of the way from floor to ceiling
 GAP = 0.15  # of similarity, the least between them
 CEILING = 0.05  # share of true copies that may score less than the ceiling
-# An image that is no recovery passes at most so often: of 343 failures that no calibration saw
-# none did, 95 %: up to 0.011 (research/instrument.md). The count of a calibration's own failures
-# says nothing of it.
-FALSE_POSITIVES = 0.01
 IN_PLACE = ("redrawn", "moved")  # one element anew at its place, or moved by some pixels
 # such a redraw can by chance come within what a copy may suffer: its rate may be so much higher
 IN_PLACE_FACTOR = 5
@@ -400,14 +396,4 @@ def measured_range(
         perfect=perfect,
         separable=separable,
         kinds=kinds,
-    )
-
-
-def null_scores(similarities: Sequence[float]) -> NullScores:
-    """One kind of null: its highest score, and the mean with its bootstrap interval."""
-    return NullScores(
-        highest=max(similarities),
-        mean=float(np.mean(similarities)),
-        n=len(similarities),
-        interval=bootstrap_interval(similarities) if len(similarities) > 1 else None,
     )

@@ -21,6 +21,7 @@ from silentbad.measure.record import (
     ElementThreshold,
     Kept,
     Measurement,
+    NullScores,
     Placebo,
     Record,
     Scores,
@@ -164,6 +165,16 @@ def cell_scores(
         clip_own=mean_of(r.get("clip_own") for r in rows),
         clip_shuffled=mean_of(r.get("clip_shuffled") for r in rows),
         targets=targets,
+    )
+
+
+def null_scores(similarities: Sequence[float]) -> NullScores:
+    """One kind of null: its highest score, and the mean with its bootstrap interval."""
+    return NullScores(
+        highest=max(similarities),
+        mean=float(np.mean(similarities)),
+        n=len(similarities),
+        interval=bootstrap_interval(similarities) if len(similarities) > 1 else None,
     )
 
 

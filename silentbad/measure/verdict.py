@@ -10,8 +10,7 @@ import numpy as np
 
 from silentbad.measure.advice import to_try
 from silentbad.measure.by_part import Part, in_words, parts_of
-from silentbad.measure.calibrate import FALSE_POSITIVES
-from silentbad.measure.intervals import LEVEL, as_many_by_chance, passes_alike
+from silentbad.measure.intervals import FALSE_POSITIVES, LEVEL, as_many_by_chance, passes_alike
 from silentbad.measure.record import (
     IN_PART,
     NOT_RECOVERED,

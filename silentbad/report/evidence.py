@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from silentbad.measure.calibrate import null_scores
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.limit import Limit
 from silentbad.measure.record import (
@@ -26,7 +25,7 @@ from silentbad.measure.record import (
     TargetScores,
     Withheld,
 )
-from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of
+from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of, null_scores
 from silentbad.report import pages
 from silentbad.report.pages import Cell, Figure, Table, interval_text, rounded, supported
 from silentbad.settings.validation import ValidationConfig

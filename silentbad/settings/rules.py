@@ -284,7 +284,7 @@ OF_MEASUREMENT: dict[str, dict[str, str]] = {
         "validation.false_positive_rate": "calibrates a threshold, and one is given; leave one out"
     },
     "NO_NULLS": {
-        "validation.false_positive_rate": "is of redraws.jsonl, which is not used here; a "
+        "validation.false_positive_rate": "calibrates on redraws.jsonl, which is not used here; a "
         "threshold between failures and copies has none; leave it out"
     },
 }

@@ -6,7 +6,8 @@ from dataclasses import asdict
 import pytest
 
 import validation
-from silentbad.measure.calibrate import FALSE_POSITIVES, scored_target, thresholds
+from silentbad.measure.calibrate import scored_target, thresholds
+from silentbad.measure.intervals import FALSE_POSITIVES
 from silentbad.measure.record import (
     IN_PART,
     NOT_RECOVERED,

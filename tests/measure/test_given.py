@@ -113,7 +113,7 @@ MISTAKES = {
     "--baseline x": "--baseline: does not act on pictures that are given",
     "--phrases x": "use silentbad-search",
     "--pipeline ./none": "--pipeline: no folder ./none",
-    "--reference raw": "--reference: is gone",
+    "--reference raw": "key 'reference' (command line) is gone: beside redraws.jsonl",
     "--resolution 60 --pipeline assets/micro-sd": "--resolution: 60 is not a multiple of 8",
 }
 
