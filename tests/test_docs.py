@@ -122,8 +122,8 @@ def check_command(words: list[str], monkeypatch) -> None:
     elif words[:2] == ["python", "-m"] and words[2].startswith("tests."):
         assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file(), words
     elif words[1:3] == ["-m", "pytest"] or words[0] in ("pytest", "pip-audit"):
-        for word in words:
-            assert not word.startswith("tests") or (ROOT / word.partition("::")[0]).exists(), word
+        files = [word.partition("::")[0] for word in words if word.startswith("tests")]
+        assert all((ROOT / file).exists() for file in files), files
     elif words[0] == "pip" or words[1:3] in (["-m", "pip"], ["-m", "venv"]) or words[0] == "pre-commit":
         for option, file in zip(words, words[1:], strict=False):
             assert option != "-r" or (ROOT / file).is_file(), file

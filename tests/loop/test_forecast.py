@@ -72,7 +72,6 @@ def test_a_short_run_is_timed_too_and_its_images_are_counted(flags, data, tmp_pa
     assert unrelated and int(said[1]) == 2 * (8 + unrelated)  # at both points, 8 of the target
 
 
-
 def test_text_and_decoding_count_once_for_an_image():
     forecast = Forecast.__new__(Forecast)
     forecast.drawn = [0.0, 5.0, 7.0, 9.0, 10.0]  # 3 s of text, 3 steps of 2 s, 1 s of decoding
