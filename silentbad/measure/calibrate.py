@@ -188,10 +188,11 @@ def of_redraws(measure: "Measure") -> list[NullRow]:
         measure.accelerator,
         lambda: similarities(measure),
     )
-    return [
+    null_rows: list[Any] = [
         {**row, "kind": redraw.kind, "changed": redraw.changed}
         for row, redraw in zip(rows, measure.redraws, strict=True)
     ]
+    return null_rows
 
 
 def similarities(measure: "Measure") -> list[dict[str, Any]]:
