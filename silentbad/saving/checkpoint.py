@@ -42,10 +42,11 @@ def save(folder: Path, write: Callable[[Path], None], info: dict[str, Any] | Non
         write(temporary)
         if info is not None:
             _write_manifest(temporary, info)
-        for path in {*_files(folder)} - written(folder):  # of the user's
-            place = temporary / path.relative_to(folder)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, place)
+            for path in {*_files(folder)} - written(folder):  # of the user's
+                place = temporary / path.relative_to(folder)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if not place.exists():
+                    shutil.copy2(path, place)
         for path in (*temporary.rglob("*"), temporary):
             _sync(path)
         if folder.exists():
