@@ -115,7 +115,7 @@ def test_mistakes_are_one_line(finished, pipelines, tmp_path, capsys):
         (str(tmp_path),): "RUN: no file",
         (str(run), "--images", "0"): "images (command line): must be at least 1",
         (str(run), "--out", "page.txt"): "--out: page.txt must end in .html",
-        (str(run), "--targets", "no.jsonl"): "--targets: the run's no.jsonl is not there",
+        (str(run), "--targets", "no.jsonl"): "--targets: no file or folder no.jsonl",
         (str(run), "--base", str(pipelines["sd2"])): "has other parameters than the run's",
         (str(run), "--base", str(run / "pipeline")): "holds the weights of the run itself",
     }

@@ -77,4 +77,4 @@ def test_a_folder_that_is_no_base_is_one_line(tmp_path, capsys):
     for folder, said in ((tmp_path / "none", "no file"), (tmp_path, "cannot be loaded")):
         assert export.main(["--pipeline", str(folder)]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
-        assert line.startswith(f"error: --pipeline {folder}: ") and said in line
+        assert line.startswith("error: --pipeline") and str(folder) in line and said in line
