@@ -88,8 +88,7 @@ MISSING = {  # (what reads the words, the words) -> the line
     ("LocaliseOptions", "unmeasured"): f"RUN: no file unmeasured/validation.json; {RUN}",
     ("LocaliseOptions", "run --base ./nowhere"): "--base: no folder ./nowhere",
     ("LocaliseOptions", "run --targets nowhere"): "--targets: no file or folder nowhere",
-    ("LocaliseOptions", "run --train_data_dir nowhere"): "--train_data_dir: the run's nowhere is not there; "
-    "give its place",
+    ("LocaliseOptions", "run --train_data_dir nowhere"): "--train_data_dir: no file or folder nowhere",
     ("BaseOptions", "--vae nowhere"): "--vae nowhere: no autoencoder of diffusers",
     ("EmojiBaseOptions", "--vae nowhere"): "--vae nowhere: no autoencoder of diffusers",
     ("EmojiBaseOptions", "--begin nowhere"): f"--begin: {PIPELINE}",
