@@ -14,7 +14,7 @@ import torch
 from silentbad.distributed import start as starting
 from silentbad.distributed.start import start
 from silentbad.errors import UserError
-from silentbad.report import figures, run_report
+from silentbad.report import run_report
 from silentbad_shield.scan import scanner as scan
 from tests.training import checked
 from train_silentbad import main
@@ -155,7 +155,6 @@ def test_a_wait_for_processes_that_are_not_there_is_said(monkeypatch, capsys):
 LONG = "n" * 300
 LONG_NAMES = [
     (scan.main, ["--train_data_dir", LONG]),
-    (figures.main, [LONG, "--out", "x.png"]),
     (run_report.main, [LONG]),
     (run_report.main, ["compare", LONG, LONG]),
 ]
