@@ -352,7 +352,7 @@ CASES = {
     "audit: a pipe for adapters": audit("--lora l.safetensors", "only .safetensors is read", touch=lambda root: os.mkfifo(root / "l.safetensors"), more=("--lora", "l.safetensors")),
     **{f"audit: {name}": audit(*said, touch=touch) for name, (touch, said) in SPOILED.items() if name in AUDITED_TOO},
     "audit: redraws that are not there": audit("--calibration", "redraws.jsonl", more=("--calibration", "redraws")),
-    "audit: nulls that no base draws": audit("--calibration", "--baseline", more=("--calibration", "base")),
+    "audit: nulls that no base draws": audit("calibration", "must be auto, redraws or failures", more=("--calibration", "base")),
     "audit: a side that does not fit": audit("--resolution", "multiple", more=("--resolution", "30")),
     "audit: more steps than there are": audit("--num_inference_steps", "999", more=("--num_inference_steps", "1000"), touch=edit_json(SCHEDULE, num_train_timesteps=999)),
     "audit: a baseline of another kind": audit("--pipeline pipeline", "of one kind", more=("--baseline", "other"), touch=lambda root: tiny_sd3_pipeline().save_pretrained(root / "other")),
