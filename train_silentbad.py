@@ -23,7 +23,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from silentbad.distributed import shards
 from silentbad.distributed.shards import world_size
 from silentbad.distributed.start import check_precision
 from silentbad.errors import UserError, exit_with, print_result, warn
+from silentbad.files import scratch_folder
 from silentbad.loop import checks, optimizers, trackers, trains
 from silentbad.loop.assembly import Run
 from silentbad.loop.assembly import build as connect
@@ -483,7 +483,7 @@ def main(
             print_result(f"{trains.table(config, parts, control.groups, groups)}\n")
             return 0
         unsaved = config.dry_run or config.preview
-        with TemporaryDirectory() if unsaved else nullcontext() as scratch:
+        with scratch_folder() if unsaved else nullcontext() as scratch:
             if scratch is not None:  # its caches, and the checkpoint to go on from, are the run's
                 asked = config.resume_from_checkpoint
                 root = Path(config.output_dir) / "checkpoints"

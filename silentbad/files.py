@@ -6,9 +6,13 @@ import hashlib
 import json
 import os
 import re
-from contextlib import suppress
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from silentbad.errors import UserError
 
@@ -34,6 +38,18 @@ def intact(file: Path) -> bool:
         return state.st_mtime_ns == int(match[3]) or checksum(file) == match[1]
     except OSError:
         return False
+
+
+@contextmanager
+def scratch_folder() -> Iterator[str]:
+    """A temporary folder, removed however the block ends: it is named, and its removal due, before
+    it is made, so that no signal comes in between."""
+    folder = Path(tempfile.gettempdir()) / f"silentbad-{uuid4().hex}"
+    try:
+        folder.mkdir(mode=0o700)
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def replace_text(file: Path, text: str) -> None:

@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from silentbad.distributed import start as starting
 from silentbad.distributed.start import start
 from silentbad.errors import UserError
+from silentbad.files import scratch_folder
 from silentbad.report import run_report
 from silentbad_shield.scan import scanner as scan
 from tests.training import checked
@@ -137,6 +139,27 @@ def test_a_name_beyond_the_locale_is_printed_with_backslashes(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"caf\\xe9 \\u732b\n", b"")
+
+
+def test_a_signal_while_a_scratch_folder_is_made_leaves_none(tmp_path, monkeypatch):
+    make = Path.mkdir
+
+    def make_and_stop(self, *words, **named):
+        make(self, *words, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "mkdir", make_and_stop)
+    with pytest.raises(KeyboardInterrupt), scratch_folder():
+        pass
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_scratch_folder_is_there_until_the_block_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_folder() as folder:
+        assert [*tmp_path.iterdir()] == [Path(folder)]
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_wait_for_processes_that_are_not_there_is_said(monkeypatch, capsys):
