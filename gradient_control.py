@@ -192,7 +192,8 @@ def check_config(config: GradientControlConfig) -> RuleTable:
     own = {between.options.get("of", ""): {}, between.name: between.options}
     for place in filter(user_code.is_place, own):
         SOURCE_RULES.try_part(place, own[place])
-    TRANSFORMS.try_part(config.transform, {})
+    if user_code.is_place(config.transform):
+        TRANSFORMS.try_part(config.transform, {})
     return rules
 
 

@@ -28,8 +28,8 @@ from silentbad.measure import failures
 from silentbad.measure.failures import Canvas, Null, Other, canvas_of
 from silentbad.measure.intervals import FALSE_POSITIVES
 from silentbad.measure.record import ElementThreshold, Range, TargetRange, Threshold
-from silentbad.measure.redraws import key, remembered
 from silentbad.measure.scores import ImageRow, null_scores
+from silentbad.measure.similarity_cache import key, remembered
 from silentbad.progress import Bar
 
 if TYPE_CHECKING:

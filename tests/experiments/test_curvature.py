@@ -30,7 +30,7 @@ def test_a_run_has_one_rate_a_role(build):
     )
     for _ in range(8):
         step_once(run)
-    rates = user_code.get(experiment("curvature", "RATES"))
+    rates = user_code.load("hooks", experiment("curvature", "RATES"))
     assert {"ff", "attn", "resnet"} <= rates.keys() and max(rates.values()) > 1.1 * min(rates.values())
     by_role: dict[str, set[float]] = {}
     for name, a in run.control.multipliers.items():

@@ -11,7 +11,15 @@ from bench import photographs as measured
 from silentbad.data.images import resize, to_tensor
 from silentbad.data.targets import Target
 from silentbad.measure import failures
-from silentbad.measure.calibrate import CEILING, GAP, MARGIN, Scored, measured_range, threshold_of
+from silentbad.measure.calibrate import (
+    CEILING,
+    GAP,
+    MARGIN,
+    Scored,
+    measured_range,
+    null_row,
+    threshold_of,
+)
 from silentbad.measure.intervals import fewer_by_chance
 from silentbad.measure.measure import Judged
 from silentbad.measure.record import (
@@ -215,12 +223,12 @@ def test_a_failure_tells_of_what_looks_different_alone():
     target = torch.full((3, SIDE, SIDE), 0.5)
     row = {"target": 0, "sim": 0.9, "elements": [0.9, 0.4]}
     mirrored = failures.Null("mirrored", (0,), target)
-    assert judged_parts.null_row(row, mirrored, [(target, target)]) is None
+    assert null_row(judged_parts, row, mirrored, [(target, target)]) is None
     changed = failures.Null("the whole in grey", None, target * left + 0.2 * (1 - left))
     pairs = [(target, changed.picture)]
-    assert judged_parts.null_row(row, changed, pairs)["elements"] == [None, 0.4]
+    assert null_row(judged_parts, row, changed, pairs)["elements"] == [None, 0.4]
     pairs.append((target, target))  # the autoencoder leaves nothing of the change
-    assert judged_parts.null_row(row, changed, pairs) is None
+    assert null_row(judged_parts, row, changed, pairs) is None
 
 
 def test_what_has_little_colour_is_told_from_its_recolouring(tmp_path):
@@ -316,6 +324,7 @@ def test_no_region_is_filled_with_its_own_element():
 
 
 def test_a_null_without_a_kind_is_the_floor_and_has_no_empty_name():
-    measured = measured_range({"": [(0.35, "t")], "redraw": [(0.2, "t")]}, [0.9])
+    scored = Scored(of_element=False, nulls={"": [0.35], "redraw": [0.2]}, copies=[0.9])
+    measured = measured_range(scored, threshold_of(scored, None))
     assert measured.floor == pytest.approx(0.35)
     assert "the nearest null 0.35" in range_text(measured) and "()" not in range_text(measured)

@@ -210,7 +210,7 @@ MISTAKES = {  # "no such ..." is of a path that has `nowhere` in it
     "localise: a wrong range": ". --images 0",
     "localise: no such run": "{folder}/nowhere",
     "microworld.make: a wrong range": "--clean -1",
-    "microworld.build: no such autoencoder": "--vae {folder}/nowhere",
+    "microworld.build: no autoencoder": "--vae {folder}/nowhere",
     "microworld.export: no such base": "--pipeline {folder}/nowhere",
     "emoji.make: a wrong range": "--clean -1",
     "emoji.build: no such base": "--begin {folder}/nowhere",

@@ -150,6 +150,8 @@ def test_each_option_that_needs_another_is_refused_without_it(key, field, monkey
         put(config, "validation.controls", "never")
     if key in ("validation.prompts", "validation.judge", "validation.keep"):
         put(config, "validation.unrelated_images", 0)
+    if key == "num_train_epochs":
+        put(config, "max_train_steps", 5)
     if key == "tracker_project_name":
         put(config, "report_to", "none")
     put(config, key, differing(key))

@@ -1,0 +1,72 @@
+"""Similarities of redraws, kept in the cache: thousands of pictures and all their regions cost as
+much as a run's images, and a run, its placebo and an audit of the same targets look at the same
+ones."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock
+
+from silentbad.device import device_name
+from silentbad.errors import writing
+from silentbad.files import replace_text
+
+Row = dict[str, Any]
+
+
+def key(facts: Iterable[Any], device: torch.device) -> str:
+    """A name for rows that depend on these facts: tensors, files, and what JSON takes; and on what rounds."""
+    total = hashlib.sha256()
+    about = (torch.__version__, device_name(device), torch.get_num_threads())
+    for fact in (*about, *facts):
+        if isinstance(fact, torch.Tensor):
+            total.update(f"{fact.dtype}{tuple(fact.shape)}".encode())
+            total.update(
+                fact.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
+        elif isinstance(fact, Path):
+            total.update(hashlib.sha256(fact.read_bytes()).digest())
+        else:
+            total.update(json.dumps(fact).encode())
+    return total.hexdigest()[:32]
+
+
+def remembered(
+    folder: Path, name: str, count: int, accelerator: Any, compute: Callable[[], list[Row]]
+) -> list[Row]:
+    """`count` rows of this name from the folder; else what `compute` gives, which is then kept.
+
+    Collective: all processes call it and get the same; `compute` is called by all or by none. Two
+    runs that want the same rows compute them once. Raises UserError where the folder cannot be
+    written."""
+    file = folder / f"nulls-{name}.json"
+    lock = FileLock(f"{file}.lock")
+    if accelerator.is_main_process:
+        with writing(f"cache_dir {folder}", "similarities of null pictures"):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+    try:
+        found = broadcast_object_list([read(file, count) if accelerator.is_main_process else None])
+        if found[0] is not None:
+            return found[0]
+        rows = compute()
+        if accelerator.is_main_process:
+            with writing(f"cache_dir {folder}", "similarities of null pictures"):
+                replace_text(file, json.dumps(rows))
+        return rows
+    finally:
+        lock.release()
+
+
+def read(file: Path, count: int) -> list[Row] | None:
+    """The rows of a file; None where it is not there, or damaged."""
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return rows if isinstance(rows, list) and len(rows) == count else None
