@@ -232,6 +232,7 @@ ARMS_SAID = (
 )
 
 FEW = 4  # targets, below which an arm's figures are left to research/results.md
+REPLACED = ("own_pictures", "own_pictures_long")  # stages on the way to `recommended`: left there too
 BRIEFLY = {  # columns of the documents for users, and their words there
     "arm": "arm",
     "steps": "steps",
@@ -296,11 +297,11 @@ def line(arm: str, rows: list[dict], base: dict) -> list[str]:
 
 
 def briefly(rows: list[dict]) -> str:
-    """One line an arm of at least FEW targets, for the documents of users: Markdown."""
+    """One line an arm of at least FEW targets, those REPLACED left out, for the documents of users: Markdown."""
     base = next(row for row in rows if row["arm"] == "base")
     lines = []
     for arm, of_arm in by_arm(rows).items():
-        if len(of_arm) < FEW:
+        if len(of_arm) < FEW or arm in REPLACED:
             continue
         cells = dict(zip(ARMS_SAID, line(arm, of_arm, base), strict=True))
         lines.append([cells[column] for column in BRIEFLY])
