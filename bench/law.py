@@ -32,6 +32,7 @@ from worlds.microworld.world import MICROWORLD
 
 PREDICTED = Path(__file__).parent / "results" / "law-predicted.jsonl"
 FIRST, LAST = 2450, 2770  # targets of the rows that are fitted
+LATER = {"recommended_2026": 2760}  # from this target on their rows came after the fit
 MOST = 16  # targets at once in them
 # Arms with unions of all elements but one, by file of rows.
 ROWS = {
@@ -158,7 +159,8 @@ def fitted(read: Read) -> list[Case]:
 
 def is_fitted(case: Case) -> bool:
     """Whether the law is fitted to an element."""
-    return case.facts.targets <= MOST and int(case.target) <= LAST
+    target = int(case.target)
+    return case.facts.targets <= MOST and target < LATER.get(case.run[1], LAST + 1)
 
 
 # ---------------------------------------------------------------- the law
