@@ -297,6 +297,21 @@ def test_a_part_that_is_no_use_is_said_before_anything_loads(key, text, said, fl
 
 
 @pytest.mark.parametrize(
+    "key, text",
+    [
+        ("gradient_control.between.name", "def f(own, element): return own.n * 0 + 2"),
+        ("memory.timesteps.name", "def f(snr, progress, error): return snr * 0 + 0.01"),
+    ],
+)
+def test_a_part_that_changes_nothing_is_said_once_a_start(key, text, flags, tmp_path, capsys):
+    """The command tries it, and so does what the command builds."""
+    (tmp_path / "mine.py").write_text(text + "\n")
+    for _ in range(2):
+        assert main(flags(**{key: f"{tmp_path}/mine.py:f"}, dry_run=True)) == 0
+        assert capsys.readouterr().err.count("it changes nothing") == 1
+
+
+@pytest.mark.parametrize(
     "key, text, said",
     [
         ("loss", "(snr, kind): return snr * float('nan')", "returns NaN"),

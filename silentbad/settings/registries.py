@@ -76,6 +76,8 @@ class Parts(UserDict[str, Any]):
         self.key = key
         self.takes = takes.split()
         self.examples = examples
+        # name and options -> the part that passed its examples, and whether it was said to be flat
+        self.tried: dict[str, tuple[Any, bool]] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self.data or user_code.is_place(str(name))
@@ -100,8 +102,13 @@ class Parts(UserDict[str, Any]):
         self, name: str, options: Mapping[str, Any], examples: Examples | None = None
     ) -> None:
         """Refuse a part that fails on the examples, or returns nothing of use there; say that it
-        returns one number for all of them."""
+        returns one number for all of them. On its own examples a part is tried once a start, though
+        the command and what it builds both ask for it."""
         part = self[name]
+        asked = f"{name} {dict(options)}"
+        tried, said = self.tried.get(asked, (None, False))
+        if examples is None and tried is part:
+            return
         varies = False
         expected = False
         for arguments, judge in self.examples() if examples is None else examples:
@@ -111,8 +118,11 @@ class Parts(UserDict[str, Any]):
                 raise UserError(f"{self.key}: {name} returns {wrong}")
             expected = expected or judge.varies
             varies = varies or judge.varies and float(value.min()) < float(value.max())
-        if expected and not varies and user_code.is_place(name):
+        flat = expected and not varies and user_code.is_place(name)
+        if flat and not (tried is part and said):
             warn(f"{self.key}: {name} returns one number everywhere: it changes nothing")
+        if examples is None:
+            self.tried[asked] = (part, flat)
 
 
 class Offered(dict[str, Mapping[str, Option]]):
