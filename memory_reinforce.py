@@ -216,6 +216,16 @@ def check(config: MemoryConfig) -> None:
         registry.try_part(name, options)
 
 
+def try_with(config: MemoryConfig, info: DataInfo, prediction_type: str) -> None:
+    """Refuse parts that cannot do with the run's own elements and prediction type."""
+    counts = np.asarray([len(rows) for rows in info.rows])
+    if len(counts):
+        examples = sampler_examples(counts)
+        SAMPLERS.try_part(config.sampler.name, config.sampler.options, examples)
+    examples = loss_examples(prediction_type)
+    LOSSES.try_part(config.loss.name, config.loss.options, examples)
+
+
 class Memory(Hook):
     """The parts the configuration names.
 
@@ -240,12 +250,7 @@ class Memory(Hook):
         reduce: Callable[..., Any] | None = None,
     ):
         check(config)
-        counts = np.asarray([len(rows) for rows in info.rows])
-        if len(counts):
-            examples = sampler_examples(counts)
-            SAMPLERS.try_part(config.sampler.name, config.sampler.options, examples)
-        examples = loss_examples(scheduler.config.prediction_type)
-        LOSSES.try_part(config.loss.name, config.loss.options, examples)
+        try_with(config, info, scheduler.config.prediction_type)
         self.config = config
         self.info = info
         self.scheduler = scheduler

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from silentbad.control.statistics import coprime
 from silentbad.distributed.shards import gather
 from silentbad.loop.hooks import Hook
-from silentbad.model.groups import group_of
+from silentbad.model.groups import stage_of
 
 FLOOR = 1e-3  # the least RMS that a weight counts as having
 ROUNDS = 6  # in which an adapter's eta is found; a product is nearly linear in a small one
@@ -68,10 +68,6 @@ def weights_of(model: nn.Module) -> list[Weight]:
         if p.requires_grad and id(p) not in of_adapters:
             weights.append(Weight(stage_of(name), p, [p], p.detach))
     return weights
-
-
-def stage_of(name: str) -> str:
-    return group_of(name).partition(".")[0]
 
 
 def product_of(layer: Any) -> Callable[[], Tensor]:

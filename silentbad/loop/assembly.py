@@ -189,9 +189,10 @@ def load(config: TrainConfig, accelerator: Accelerator, folder: RunFolder, shard
     steps_per_epoch = -(-samples_per_epoch // effective_batch)
     steps = config.max_train_steps or config.num_train_epochs * steps_per_epoch
     draws = steps * effective_batch / samples_per_epoch  # of each record
-    hard = hard_elements(inputs.info, inputs.targets, draws, own_pictures=inputs.prior is not None)
-    if hard and config.memory.rehearsal.name.startswith("pairwise"):  # as where it was measured
-        accelerator.print(hard)
+    if config.memory.rehearsal.name.startswith("pairwise"):  # as where the law was measured
+        own_pictures = inputs.prior is not None
+        if hard := hard_elements(inputs.info, inputs.targets, draws, own_pictures):
+            accelerator.print(hard)
     for step in config.validation.early_steps if config.validation.targets else ():
         if step > steps:
             warn(f"validation.early_steps: {step} lies after the last step, {steps}")

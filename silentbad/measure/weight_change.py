@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from silentbad.measure.record import StageSize
 from silentbad.model.gate import Source
-from silentbad.model.groups import group_of
+from silentbad.model.groups import stage_of
 from silentbad.model.lora import present
 from silentbad.rng import generator
 
@@ -91,7 +91,7 @@ def stage_sizes(modules: Mapping[str, nn.Module], base: Base) -> dict[str, Stage
         if tensors is None:
             return None
         for name, before, change in tensors:
-            stage = group_of(f"{component}.{name}").partition(".")[0]
+            stage = stage_of(f"{component}.{name}")
             before_squared[stage] += before.float().square().sum().item()
             if change is None or not change.any():
                 continue

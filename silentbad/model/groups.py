@@ -102,6 +102,11 @@ def group_of(name: str) -> str:
     return f"{stage}.{role}" if stage and role else OTHER
 
 
+def stage_of(name: str) -> str:
+    """Stage of a parameter by its module path: "mid"."""
+    return group_of(name).partition(".")[0]
+
+
 def group_parameters(model: nn.Module, min_size: int | None = None) -> Groups:
     """Partition the trainable parameters by stage and role.
 
