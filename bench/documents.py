@@ -157,10 +157,10 @@ def reader(folder: Path = RESULTS.parent) -> Read:
     return read
 
 
-def of(file: Path | str, table: Callable[[Any], str]) -> Block:
-    """The block of a benchmark whose `table` takes the content of one file."""
-    name = Path(file).name
-    return lambda read: table(read(name)).rstrip("\n") + "\n"
+def of(file: Path | str, table: Callable[..., str], *more: Path) -> Block:
+    """The block of a benchmark whose `table` takes the content of a file, or of several."""
+    names = [Path(one).name for one in (file, *more)]
+    return lambda read: table(*map(read, names)).rstrip("\n") + "\n"
 
 
 BLOCKS: dict[str, Block] = {
@@ -191,7 +191,7 @@ BLOCKS: dict[str, Block] = {
     "kept-briefly": of(kept.RESULTS, kept.briefly),
     "kept-guidance": of(kept.RESULTS, kept.by_guidance),
     "kept-targets": of(kept.RESULTS, kept.by_target),
-    "kept-judged": of(judged.JUDGED, judged.table),
+    "kept-judged": of(judged.JUDGED, judged.table, kept.RESULTS),
     "size": of(size.RESULTS, size.table),
     "size-counts": of(size.RESULTS, size.counts),
     "size-more": of(size.RESULTS, size.more),

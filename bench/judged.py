@@ -81,9 +81,9 @@ def key(row: dict) -> tuple:
     return tuple(row[name] for name in KEY)
 
 
-def table(rows: list[dict]) -> str:
-    """One line an arm: strict rates of the run's own time, today's, and of true copies: Markdown."""
-    then = {key(row): row["rate"] for row in stored(RESULTS) if row["arm"] != "base"}
+def table(rows: list[dict], runs: list[dict]) -> str:
+    """One line an arm: strict rates of the runs' own time, today's, and of true copies: Markdown."""
+    then = {key(row): row["rate"] for row in runs if row["arm"] != "base"}
     copies = {row["target"]: row["rate"] for row in rows if row["arm"] == COPIES}
     lines = []
     for arm in KEPT:
@@ -107,7 +107,7 @@ def main() -> None:
             images = copies_of(target) if arm == COPIES else images_of(archive, f"{arm}-{target}.png")
             rates = judged(targets_file("recommended" if arm == COPIES else arm, target), images)
             append(JUDGED, [{**one, **rates, "judge": judge_said}])
-    print(table([row for row in stored(JUDGED) if row["judge"] == judge_said]))
+    print(table([row for row in stored(JUDGED) if row["judge"] == judge_said], runs))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
 Photographs of scikit-image's wheel as they were taken, and targets pasted from them (tests/photographs.py).
 `silentbad.prepare` makes the data of each, the bundled base is trained on it as README's steps for one's own pictures
 do, and measured on the target. A model is a row of bench/results/photographs-trained.jsonl; one that is stored is not
-trained again. Its images go to photographs-trained.zip, target first, so that somebody can look whether they show it.
+trained again. Its images go to photographs-trained-pictures.zip, target first, so that somebody can look whether they
+show it.
 """
 
 import argparse
 import tempfile
-import zipfile
 from pathlib import Path
 
 from tqdm import tqdm
 
+from bench.kept import keep_pictures
 from bench.photographs_withheld import RECIPE, train, write_data
 from bench.recovery_table import append, grid, stored
 from silentbad.measure.intervals import binomial_interval
@@ -41,8 +42,7 @@ def trained(name: str, target: photographs.Target, recipe: str) -> dict:
         record = train(folder / "data", folder / "run", STEPS, len(phrases), recipe, learning_rate=RATES[recipe])
         last = record.history[-1]
         image = next((folder / "run" / "samples").glob(f"step-{last.step:06d}-*/grid.png"))
-        with zipfile.ZipFile(RESULTS.with_suffix(".zip"), "a") as archive:
-            archive.write(image, f"{recipe}-{name}.png")
+        keep_pictures(RESULTS, f"{recipe}-{name}.png", image)
     (scores,) = latest(last).targets.values()
     return {
         "target": name,
@@ -83,14 +83,15 @@ def by_target(rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
+    every = targets()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=[*RATES], default=[*RATES])
-    parser.add_argument("--targets", nargs="+", choices=[*targets()], default=[*targets()], metavar="NAME")
+    parser.add_argument("--targets", nargs="+", choices=[*every], default=[*every], metavar="NAME")
     args = parser.parse_args(argv)
     done = {(row["target"], row["recipe"]) for row in stored(RESULTS)} if RESULTS.exists() else set()
     models = [(name, recipe) for recipe in args.recipes for name in args.targets if (name, recipe) not in done]
     for name, recipe in tqdm(models, desc="models"):
-        append(RESULTS, [trained(name, targets()[name], recipe)])
+        append(RESULTS, [trained(name, every[name], recipe)])
     rows = stored(RESULTS)
     print(table(rows), by_target(rows), sep="\n\n")
 

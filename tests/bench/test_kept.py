@@ -112,11 +112,10 @@ def test_images_are_cut_from_a_grid_without_the_target(tmp_path):
     assert [image.getpixel((0, 0)) for image in images] == [(0, 0, 255), (255, 0, 0)]
 
 
-def test_images_judged_again_stand_beside_their_own_time_and_copies(rows, monkeypatch):
-    monkeypatch.setattr(judged, "stored", lambda _: rows)
+def test_images_judged_again_stand_beside_their_own_time_and_copies(rows):
     again = [{"arm": "recommended", "target": name, "steps": 400, "rate": 0.25} for name in ("1", "2")]
     again += [{"arm": judged.COPIES, "target": name, "steps": 0, "rate": rate} for name, rate in (("1", 1), ("2", 0))]
-    (line,) = judged.table(again).splitlines()[2:]
+    (line,) = judged.table(again, rows).splitlines()[2:]
     assert "0.75 [0.50, 1.00]; 2 recovered" in line and "0.25 [0.25, 0.25]; 0 recovered" in line
     assert line.endswith("| 0.50 [0.00, 1.00] |")
 
