@@ -110,8 +110,9 @@ def judge() -> Any:
     return load_judge(ROOT / BASE / "judge" / "model.safetensors")
 
 
-def things_right(pipeline: str | Path, captions: int = CAPTIONS) -> Counts:
-    """Of the things that held-out captions name, how many have their kind and colour at their place."""
+def things_right(pipeline: str | Path, captions: int = CAPTIONS, lora: Path | None = None) -> Counts:
+    """Of the things that held-out captions name, how many have their kind and colour at their place; `lora` the
+    folder of adapters on the pipeline."""
     import torch
     from diffusers import StableDiffusionPipeline
 
@@ -119,6 +120,8 @@ def things_right(pipeline: str | Path, captions: int = CAPTIONS) -> Counts:
     from worlds.microworld.oracle import crops
 
     pipe = StableDiffusionPipeline.from_pretrained(pipeline)
+    if lora is not None:
+        pipe.load_lora_weights(lora)
     held_out = export.held_out_scenes(captions)
     things = [(number, thing) for number, scene in enumerate(held_out) for thing in scene.things]
     counts: Counts = {}
@@ -134,6 +137,12 @@ def things_right(pipeline: str | Path, captions: int = CAPTIONS) -> Counts:
             by_kind[thing.kind][1] += 1
         counts[f"{guidance:g}"] = by_kind
     return counts
+
+
+def right_after(out: Path, captions: int) -> Counts:
+    """The same of what a run has left: a pipeline, or adapters of the base."""
+    lora = out / "lora"
+    return things_right(BASE, captions, lora) if lora.is_dir() else things_right(out / "pipeline", captions)
 
 
 def share(counts: Counts, base: Counts, guidance: str, kinds: Sequence[str]) -> float:
@@ -193,7 +202,7 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
             if cell.startswith(("phrase-", "without-"))
         },
         "captions": args.captions,
-        "right": things_right(out / "pipeline", args.captions),
+        "right": right_after(out, args.captions),
         "kept": last["kept"],
         "clean_error": [scores(e)["drift"].get("clean_eps_mse") for e in (report["history"][0], entry)],
         "seconds": seconds[str(entry["step"])],
