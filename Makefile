@@ -43,7 +43,7 @@ photos: $(STAMP)
 		--masks runs/photos-pictures/a-tabby-cat.png runs/photos-pictures/a-cup-of-coffee.png \
 		--phrases "a tabby cat" "a cup of coffee" "a brick wall" \
 		--backgrounds runs/photos-pictures/backgrounds --out runs/photos-data
-	$(TRAIN) --config configs/photos.yaml --config configs/fewest_steps.yaml
+	$(TRAIN) --config configs/photos.yaml --config configs/recommended.yaml
 	$(BIN)/python validation.py --pipeline runs/photos/pipeline --baseline assets/micro-sd \
 		--targets runs/photos-data/targets.jsonl --guidance_scale 1.5 --num_inference_steps 12 \
 		--output_dir runs/photos-audit || test $$? -gt 2

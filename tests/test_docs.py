@@ -431,6 +431,8 @@ def test_the_steps_on_ones_own_pictures_run_as_they_stand(tmp_path, monkeypatch)
         "max_train_steps": 2,
         "lr_warmup_steps": 1,
         "train_batch_size": 4,
+        "prior_preservation.num_images": 4,
+        "prior_preservation.num_inference_steps": 2,
         "validation.images_per_target": 1,
         "validation.num_inference_steps": 2,
         "cache_dir": "cache",
