@@ -25,6 +25,10 @@ from silentbad.prepare.preview import is_preview, write_preview
 from silentbad.settings.commands import PrepareOptions
 
 LARGEST_SIDE = 512  # of the written pictures, where --side does not say
+NO_UNION = (
+    "two elements have no union, which may show all but one, and come back seldom; name and mask "
+    "more things, or train with --memory.rehearsal.name none"
+)
 LOST = 0.05  # of a thing that lies outside the middle square, from which it is said
 UNNAMED = "something else"  # the caption of a background without one, beside an element's phrase
 PLAIN = "a photograph"  # and alone
@@ -162,6 +166,8 @@ def read_plan(args: PrepareOptions, name: str) -> Plan:
         warn(f"--target: {lost(picture.size, phrases, masks)}")
     side = args.side or min(LARGEST_SIDE, *picture.size)
     elements = cut(phrases, [compose.fit(mask, (side, side)) for mask in masks], side)
+    if len(phrases) == 2:
+        warn(f"--phrases: {NO_UNION}")
     prompt = ", ".join(phrases)
     if args.prompt is not None:
         prompt = admit(args.prompt, Caption, "it", "--prompt")

@@ -257,6 +257,13 @@ def test_a_mask_inside_another_has_its_pixels_where_it_is_named_first(pictures, 
     assert (inner.astype(int) + outer + rest == 1).all() and inner.sum() > 100 and outer.sum() > 50
 
 
+def test_two_elements_are_said_to_have_no_union(pictures, tmp_path, capsys):
+    for out, masks, phrases in (("three", 2, PHRASES), ("two", 1, PHRASES[::2])):
+        of_things = ("a-tabby-cat", "a-cup-of-coffee")[:masks]
+        assert main(words(pictures, tmp_path / out, masks=of_things, phrases=phrases)) == 0
+        assert ("two elements have no union" in capsys.readouterr().err) == (len(phrases) == 2)
+
+
 def test_what_a_target_loses_to_its_middle_square_is_said(pictures, tmp_path, capsys):
     wide = words(pictures, tmp_path / "data")
     for place, name in ((1, "cat-cup"), (3, "a-tabby-cat"), (4, "a-cup-of-coffee")):
