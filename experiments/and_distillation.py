@@ -53,6 +53,10 @@ class AndDistillation:
         self.source = source
         self.low = low
         self.teacher = Teacher(unet)
+        if not facts.memory.n:
+            raise UserError(
+                "memory.distillation: AndDistillation needs memory.phrase_memory.enabled=true"
+            )
         if gate == "mask" and any(e.masks is None for e in facts.bank):
             raise UserError(
                 "memory.distillation: gate 'mask' needs a mask for every element; "

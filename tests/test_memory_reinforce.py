@@ -33,6 +33,7 @@ ENTRIES = [
         {"phrase_memory": PROBED, "distillation": {"name": AND, "options": {"after": -9.0, "every": 2} | o}}
         for o in ({"gate": "mask"}, {"gate": "attention"}, {"source": "noise"})
     ),
+    {"distillation": {"name": experiment("regional", "RegionalDistillation"), "options": {"after": 0.0}}, "region": "mask"},
     {"retention": "self_distillation"},
 ]
 
@@ -74,7 +75,6 @@ def test_unknown_names_and_options_are_refused_before_weights():
         config(sampler="unifrm"),
         config(loss={"name": "min_snr", "options": {"gama": 5.0}}),
         config(sampler="weakest_first"),
-        config(distillation=AND),
         config(rehearsal="pairwise"),
         *(config(rehearsal=name) for name in rehearsal.PLACED if name != "pairwise"),
         config(timesteps={"name": "mode", "options": {"scale": 9.0}}),

@@ -209,7 +209,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     # memory
     "memory.phrase_memory.enabled=false": {
         "memory.sampler.name=weakest_first": UNMEASURED,
-        "memory.distillation.name": UNMEASURED,
     },
     "memory.region.name=none": {
         "memory.rehearsal.name=joint_captions|pairwise|pairwise_captions": (
@@ -232,7 +231,7 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     # several processes
     "FSDP": {
         "use_ema": SECOND_MODEL,
-        "memory.distillation.name": SECOND_MODEL,
+        "memory.distillation.name": f"is untested beside shards; {DDP}",
         "memory.retention.name": SECOND_MODEL,
         "memory.attention_binding.name": f"reads layers inside what FSDP gathers, untested; {DDP}",
         "LOSS_SCALE": "FSDP trains in bf16 or no, not in {precision}: no loss scale knows shards",

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from experiments import and_distillation, gradient_norm, l2_sp
+from silentbad.errors import UserError
 from silentbad.loop.hooks import MicroStep
 from silentbad.memory import auxiliary
 from tests.tiny import tiny_pipeline, tiny_unet
@@ -88,6 +89,14 @@ def test_distillation_learns_the_closed_form_of_a_linear_score():
     mean[..., 4:, :] = 3
     student_out = linear_eps(x_s, a, s, 0.0, 0.5)
     assert loss.item() == pytest.approx(F.mse_loss(student_out, linear_eps(x_s, a, s, mean, 0.5)).item(), rel=1e-4)
+
+
+def test_distillation_needs_the_strengths_that_it_waits_for():
+    world = World()
+    memory = phrase_memory(n=0)
+    facts = auxiliary.RunFacts(world.info, memory.bank, memory, SD, tiny_pipeline().tokenizer, 0, 0, 1)
+    with pytest.raises(UserError, match="needs memory.phrase_memory.enabled=true"):
+        and_distillation.AndDistillation(tiny_unet(), facts)
 
 
 def test_distillation_waits_for_the_weakest_element():
