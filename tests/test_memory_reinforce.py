@@ -33,7 +33,10 @@ ENTRIES = [
         {"phrase_memory": PROBED, "distillation": {"name": AND, "options": {"after": -9.0, "every": 2} | o}}
         for o in ({"gate": "mask"}, {"gate": "attention"}, {"source": "noise"})
     ),
-    {"distillation": {"name": experiment("regional", "RegionalDistillation"), "options": {"after": 0.0}}, "region": "mask"},
+    {
+        "distillation": {"name": experiment("regional", "RegionalDistillation"), "options": {"after": 0.0}},
+        "region": "mask",
+    },
     {"retention": "self_distillation"},
 ]
 
