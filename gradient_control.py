@@ -107,8 +107,8 @@ def uniform(stats: GroupStats) -> Tensor:
 
 
 def mean_abs(stats: GroupStats) -> Tensor:
-    """mean |g|: the rule of `adjust_gradient_scale`, as a learning rate; a baseline of doubtful
-    sign."""
+    """mean |g|: the rule of `adjust_gradient_scale`, as a learning rate; a baseline. Whether
+    large gradients should learn faster or slower is open."""
     return stats.L1 / stats.n
 
 

@@ -133,6 +133,7 @@ def part_step(
 
     noise, noisy_latents = diffusion.noised(scheduler, latents, timesteps, config, draw, positions)
     target = diffusion.prediction_target(scheduler, latents, noise, timesteps)
+    # with `memory.loss.dream` the model's own error moves both (2312.00210)
     noisy_latents, target = memory.apply_dream(
         model, latents, noise, timesteps, noisy_latents, target
     )

@@ -143,7 +143,7 @@ class GroupStats:
         return (p / (1 - p)).clamp(min=floor)
 
     def shuffled(self) -> Tensor:
-        """Indices (G,) that exchange the groups, by the run's seed; `other` stays."""
+        """Indices (G,) that exchange the groups, by the run's seed; the group OTHER keeps its place."""
         movable = [i for i, name in enumerate(self.names) if name != OTHER]
         order = random.Random(addressed_seed(self.seed, "placebo")).sample(movable, len(movable))
         place = dict(zip(movable, order, strict=True))

@@ -286,11 +286,12 @@ def scored_target(j: int, nulls: Sequence[NullRow], copies: Sequence[ImageRow]) 
 def thresholds(
     scored: Sequence[ScoredTarget], rate: float | None, given: float | None
 ) -> tuple[Threshold, ElementThreshold]:
-    """(of wholes, of elements). rate: of the quantile, None between failures and copies. given: of
-    the wholes, in place of any.
+    """(the thresholds of wholes, those of elements). With a `rate` they are quantiles of the nulls,
+    without one they lie between failures and copies. A `given` number replaces those of wholes.
 
     Each target and each element has a threshold of its own, from its own nulls where they are
-    enough. Elements without any null use the threshold of the whole."""
+    enough. An element without a mask, or without any null to take a quantile of, has that of its
+    whole."""
     source = FAILURES if rate is None else REDRAWS
     wholes = enough([target.whole for target in scored], rate)
     if given is not None:
@@ -361,8 +362,8 @@ def rate_of(kind: str, rate: float, of_element: bool) -> float:
 
 
 def attained_rate(parts: Sequence[Scored], rate: float | None) -> float:
-    """The false-positive rate that the nulls can show: that of the kind with the fewest, mean over
-    the parts, of kinds without an allowance. n nulls cannot show a rate below 1/(n+1)."""
+    """The false-positive rate that the nulls can show: n nulls cannot show one below 1/(n+1). Mean
+    over the parts of each kind that has no allowance of its own, for the kind with the fewest."""
     if rate is None:
         return FALSE_POSITIVES
     shown: dict[str, list[float]] = defaultdict(list)

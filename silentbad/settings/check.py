@@ -79,7 +79,7 @@ def check(config: TrainConfig, sources: dict[str, str]) -> None:
 
 
 def check_part(**part: object) -> None:
-    """Refuse what excludes what inside one part, such as `memory`, used alone."""
+    """Refuse settings of one part, such as `memory`, that exclude each other; for use without a run."""
     check_rules(TrainConfig(**part), {}, Facts())  # type: ignore[arg-type]
 
 

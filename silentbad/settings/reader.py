@@ -86,9 +86,8 @@ def parse(
 ) -> tuple[T, dict[str, str]]:
     """(settings, {dotted key: the file and line, or "command line", that set it}).
 
-    A class may have RENAMED, keys that are not there with what the line says of them; POSITIONAL,
-    the key of the words before any flag. Raises SystemExit(0)
-    after --help or --print_config."""
+    A class may have RENAMED, {key of another trainer: what its error line says}, and POSITIONAL, the
+    key of the words before any flag. Raises SystemExit(0) after --help or --print_config."""
     entries = Entries(cls)
     flags = []
     asked = None
@@ -104,6 +103,7 @@ def parse(
                 entries.put_file(path)
         else:
             flags.append((name, words))
+    # a part's name before its options, which depend on it
     for name, words in sorted(flags, key=lambda flag: not flag[0].endswith(".name")):
         entries.put_flag(name, words)
     config = built(cls(), entries, "")

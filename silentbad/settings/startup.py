@@ -28,7 +28,7 @@ def training(argv: Sequence[str] | None, about: str | None) -> tuple[TrainConfig
 def options(cls: type[T], argv: Sequence[str] | None = None, about: str | None = None) -> T:
     """The options of a smaller command, checked.
 
-    Those that NEEDED of the class names must be given; its `check(sources)` may refuse more. Raises
+    The class may name options that must be given (NEEDED), and refuse more in `check(sources)`. Raises
     UserError for a mistake, SystemExit(0) after --help or --print_config.
     """
     settings, sources = parse(cls, argv, about)
