@@ -11,7 +11,7 @@ from silentbad.settings import startup
 from silentbad.settings.types import check_values
 from silentbad.settings.validation import Audit, ValidationConfig, check_files
 
-if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+if __name__ == "__main__":  # report a mistake before the slow imports below
     OPTIONS = startup.early(startup.options, Audit, None, __doc__)
 
 import json
@@ -97,7 +97,7 @@ __all__ = ["Audit", "RecoveryHook", "ValidationConfig", "audit", "averaged"]
 
 # -- the hook --------------------------------------------------------------------------------------
 class RecoveryHook(Hook):
-    """Recovery against training steps. Every rank calls `run` at step 0 (the base model) and
+    """Measures recovery during training. Every rank calls `run` at step 0 (the base model) and
     whenever `should_run`, and `finish` at the end. Training sees nothing of it: weights, modes and
     random streams are left as found."""
 
@@ -112,14 +112,15 @@ class RecoveryHook(Hook):
         seed: int,
         # records that are not trained on, by role
         held_out: dict[str, list[dict[str, Any]]] | None = None,
-        training: Iterable[Shown] = (),  # some that are
+        training: Iterable[Shown] = (),  # some pictures that are trained on
         estimated: Sequence[str] = (),  # targets whose masks were estimated from the data
         prediction_type: str | None = None,
-        # the pipeline's name in an audit, for the line on images that are not finite
+        # the pipeline's name in an audit, for the error where images are not finite
         refuses: str | None = None,
-        cache_dir: str | None = None,  # of null pictures; the Hugging Face cache when unset
+        # for similarities of null pictures; the Hugging Face cache when unset
+        cache_dir: str | None = None,
         base: Base | None = None,  # the weights before training, where they can be read
-        pictures: GivenPictures | None = None,  # which are measured; of a model, none
+        pictures: GivenPictures | None = None,  # measured in place of a model's images
     ):
         self.config = config
         self.targets = list(targets)
@@ -178,11 +179,11 @@ class RecoveryHook(Hook):
         self.ranges: list[TargetRange] = []
         self.estimated = estimated
         self.seconds = 0.0  # of measuring
-        self.born = time.perf_counter()  # less what a run before this one took
+        self.born = time.perf_counter()  # minus the time before a resume
 
     # what the training loop calls
     def should_run(self, step: int, asked: bool = False, final: bool = False) -> bool:
-        """On the grid or where `asked`, unless it was measured; always at the end."""
+        """Whether to measure: on the grid or if `asked`, unless measured; always if final."""
         return final or (asked or on_grid(self.config, step)) and not self.measured(step)
 
     def measured(self, step: int) -> bool:
@@ -190,14 +191,14 @@ class RecoveryHook(Hook):
         return any(entry.step == step for entry in self.history)
 
     def stops(self) -> str | None:
-        """Why training is to end after the last measurement; None where it goes on."""
+        """The reason to end training after the last measurement; None where it goes on."""
         points = self.config.settled_after
         if settled(self.history, points):
             return f"recovery has lasted for {points} points of the curve"
         return self.limit.broken(self.history[-1]) if self.limit and self.history else None
 
     def keeps(self) -> bool:
-        """Whether the last measurement keeps as much as it must, where there is a limit."""
+        """Whether the last measurement keeps what the limit asks; True where there is no limit."""
         return self.limit is None or self.limit.holds(self.history[-1])
 
     def using(self, model: Any, step: int = 0) -> Any:
@@ -229,7 +230,7 @@ class RecoveryHook(Hook):
         controls = self.config.controls
         full = (controls == "always" and step > 0) or (controls != "never" and final)
         model: Any = None
-        if unet is not None:  # in training the text encoders may stand beside it
+        if unet is not None:  # in training the model may also hold the text encoders
             model = self.accelerator.unwrap_model(unet, keep_torch_compile=False)
             unet = backbone_in(model)
         entry = Measurement(step, epoch, label or "base model" * (step == 0))
@@ -260,12 +261,12 @@ class RecoveryHook(Hook):
         return time.perf_counter() - self.born
 
     def switch_pipeline(self, components: dict[str, Any], refuses: str | None = None) -> None:
-        """Measure another pipeline from now on, with the thresholds found."""
+        """Measure another pipeline from now on, with the same thresholds."""
         self.measure.sampler = Sampler(components, self.config, self.seed, refuses=refuses)
 
     @property
     def sampler(self) -> Sampler:
-        """What generates now."""
+        """The sampler in use."""
         return self.measure.sampler
 
     def state_dict(self) -> dict[str, Any]:
@@ -277,9 +278,9 @@ class RecoveryHook(Hook):
         return json.loads(json.dumps(state))  # no numbers of numpy
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up such a state; the targets' features are computed anew."""
+        """Restore such a state; the targets' features are computed anew."""
         self.sampler.limit(state["batch"])
-        # those that the base's pictures are of
+        # the prompts of the base's saved pictures
         self.measure.unrelated = state.get("unrelated", self.measure.unrelated)
         self.seconds = state["seconds"]
         self.born = time.perf_counter() - state["elapsed"]
@@ -289,7 +290,7 @@ class RecoveryHook(Hook):
         self.ranges = decode(list[TargetRange], state["ranges"])
 
     def _evaluate(self, step: int, tag: str, full: bool, final: bool) -> Scores:
-        """Scores of the weights in place; the best and the median picture are kept."""
+        """Scores of the current weights; their pictures are saved."""
         assert self.threshold is not None and self.element_threshold is not None, (
             "calibrated by run"
         )
@@ -306,7 +307,7 @@ class RecoveryHook(Hook):
         self._save_samples(step, tag, rows, scores.targets)
         return scores
 
-    # what stays of it
+    # what is saved and returned
     def _save_samples(
         self, step: int, tag: str, rows: list[dict[str, Any]], scores: dict[str, TargetScores]
     ) -> None:
@@ -335,7 +336,7 @@ class RecoveryHook(Hook):
             log_grid(self.accelerator.trackers, f"validation/{tag}", grid, step)
 
     def _forget_pictures(self) -> list[str]:
-        """The files of all but the last measurement's images, which its record names no longer."""
+        """Drop the image files of all but the last measurement from the history -> their names."""
         files = list[str]()
         for entry in self.history[:-1]:
             for scores in (entry.raw, entry.ema):
@@ -355,7 +356,7 @@ class RecoveryHook(Hook):
         return [asdict(row) | {"verdict": state or verdict.state} for row, state in rows]
 
     def table(self, cost: bool = False) -> str:
-        """The summary, its share of a training's time (`cost`) and the verdict, as text."""
+        """The summary, the time that measuring took (if `cost`), and the verdict, as text."""
         record = self.record()
         share = f"{self.history[-1].share:.0%} of the time since the start"
         lines = (
@@ -372,7 +373,7 @@ class RecoveryHook(Hook):
         return kept_sentence(self.record()) if self.history else ""
 
     def verdict(self) -> Verdict:
-        """What the last measurement says of the weights."""
+        """The verdict on the last measurement."""
         return self.record().verdict
 
     def record(self) -> Record:
@@ -400,7 +401,7 @@ class RecoveryHook(Hook):
             threshold=self.threshold,
             element_threshold=self.element_threshold,
             targets=targets,
-            # judged below, from all else
+            # replaced below, since the verdict needs all other fields
             verdict=Verdict(
                 recovers=False,
                 step=self.history[-1].step,
@@ -446,8 +447,9 @@ def audit(
     dtype: str = "float32",
     extrapolate: float | None = None,
 ) -> Verdict:
-    """Every score and control of a pipeline, against a baseline where one is given, and of what
-    fine-tuning changed `extrapolate` times as strong; writes JSON and HTML."""
+    """Measure every score and control of a pipeline, and of its `baseline` where one is given. With
+    `extrapolate`, also measure the pipeline with its change from the baseline times that factor.
+    Writes JSON and HTML."""
     check_values(config, "--")
     check_files(config, "--")
     check_writable(Path(output_dir), "--output_dir", folder=True)
@@ -511,9 +513,9 @@ def judge(
     output_dir: str = "audit",
     dtype: str = "float32",
 ) -> Verdict:
-    """Every score of pictures that somebody else drew, at the thresholds of an audit; writes JSON
-    and HTML. Targets go through the autoencoder of `pipeline`; without one they are compared as
-    they are."""
+    """Measure every score of pictures that were drawn elsewhere, at the thresholds of an audit;
+    writes JSON and HTML. Targets go through the autoencoder of `pipeline`; without one they are
+    compared as they are."""
     check_values(config, "--")
     check_files(config, "--")
     check_writable(Path(output_dir), "--output_dir", folder=True)
@@ -562,7 +564,7 @@ def judge(
 
 
 def fits(options: Audit) -> AbstractContextManager[None]:
-    """Around an audit, whose images are fewer at once where memory runs out."""
+    """A context around an audit that says which setting to lower where memory runs out."""
     if options.dtype == "float32":
         return explain_out_of_memory("--dtype", "take bfloat16, or a lower --resolution")
     return explain_out_of_memory("--resolution", f"lower it, or take {larger_device()}")

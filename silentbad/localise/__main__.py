@@ -13,7 +13,7 @@ from silentbad.settings.commands import LocaliseOptions
 from silentbad.settings.startup import early, refused
 from silentbad.settings.startup import options as read_options
 
-if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+if __name__ == "__main__":  # report a mistake before the slow imports below
     OPTIONS = early(read_options, LocaliseOptions, None, __doc__)
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What was found of a run's parts: the part whose return to the base removes the picture at the
-least clean loss, a page of heat maps, and the same as JSON."""
+"""The results for a run's parts: the part whose return to the base removes the picture at the least
+clean loss, a page of heat maps, and the same as JSON."""
 
 import json
 from dataclasses import asdict

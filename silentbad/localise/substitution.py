@@ -1,9 +1,9 @@
-"""A run's weights with parts put back to its base, or kept alone, and what images they draw.
+"""A run's weights with parts put back to its base, or kept alone, and the images that they draw.
 
 A part is a stage (up1), a role (resnet), or both (up1.resnet), over the groups of
 silentbad/model/groups.py. *Put back*: the part has the base's weights, all others the trained ones.
 *Kept alone*: the other way round. Thresholds, prompts and noise are those of the run's validation,
-so that the trained weights give its images again. Module substitution as a tool: 2412.20476."""
+so the trained weights draw the same images again. Module substitution as a tool: 2412.20476."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,9 +40,10 @@ ORDER = "stem down mid up"  # of a UNet's stages
 
 
 class Change:
-    """What training changed in a base: the modules hold any mixture of both, by group.
+    """The parameters that training changed, and their values before and after: sets the modules to
+    any mixture of trained and base weights, by group.
 
-    Raises UserError where the two hold other parameters, or nothing differs.
+    Raises UserError where the run and its base have different parameters, or equal weights.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ def part_of(group: str, by: str) -> str:
 
 # ---------------------------------------------------------------- a run
 class Subject:
-    """A finished run, its base, and what measures them."""
+    """A finished run, its base, and the `Measure` of both."""
 
     def __init__(
         self, run: Path, config: TrainConfig, record: Record, images: int | None, key: str
@@ -182,7 +183,7 @@ class Subject:
         return clean[: self.validation.clean_records]
 
     def row(self, part: str = TRAINED, by: str = "", state: str = "") -> Row:
-        """Images and clean loss with a part put back or kept alone, or of the base."""
+        """Rates and clean loss with a part put back or kept alone, as trained, or of the base."""
 
         def inside(group: str) -> bool:
             return bool(by) and part_of(group, by) == part

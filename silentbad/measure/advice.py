@@ -1,5 +1,5 @@
-"""What to try next with a target that is not recovered, by what was measured: one line each, and
-only where it applies."""
+"""Advice on a target that is not recovered: one line for each remedy that the measurements
+support."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,8 +11,8 @@ from silentbad.measure.by_part import Part, missing_of
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.record import Record
 
-RISE = 0.02  # of a mean similarity, the least that is said
-LATE = 0.75  # of the run, from which it must have risen
+RISE = 0.02  # the least rise of a mean similarity that is reported
+LATE = 0.75  # of the run: the rise is counted from the last measurement up to there
 
 # {target's place: its parts}, of the targets that are not recovered
 Parts = Mapping[int, Sequence[Part]]
@@ -33,7 +33,7 @@ def to_try(record: Record, parts: Parts) -> list[str]:
 
 
 def _more_steps(record: Record, missing: Parts) -> str:
-    """Where the similarity of a part that is missing still rises at the end of a training."""
+    """Advise more steps where the similarity of a missing part still rises at the end of a run."""
     last = record.history[-1]
     before = [entry for entry in record.history if 0 < entry.step <= LATE * last.step]
     if last.label or not before:  # an audit, or too short a curve
@@ -68,7 +68,7 @@ def _more_steps(record: Record, missing: Parts) -> str:
 
 
 def _more_room(record: Record, parts: Parts) -> str:
-    """Where a failure scores about as high as a copy."""
+    """Advise a larger element or another base where a failure scores about as high as a copy."""
     blind = [(j, part) for j, of_target in parts.items() for part in of_target if part.blind]
     if not blind:
         return ""
@@ -81,7 +81,7 @@ def _more_room(record: Record, parts: Parts) -> str:
 
 
 def _own_phrases(record: Record, missing: Parts) -> str:
-    """Where a phrase of a missing element names things in several targets."""
+    """Advise a phrase for each thing where a missing element's phrase is in several targets."""
     phrases = {part.phrase for of_target in missing.values() for part in of_target}
     shared = shared_phrases({t.target_id: map(as_read, t.phrases) for t in record.targets})
     users = {phrase: len(shared.get(as_read(phrase), ())) for phrase in sorted(phrases)}

@@ -1,4 +1,4 @@
-"""What came back of a target, part by part: each element at its own place, and the whole."""
+"""Which parts of a target the images recover: the whole, and each element at its own place."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ class Part:
     phrase: str  # empty: the whole
     sims: Sequence[float]
     threshold: float
-    measured: Range | None  # between which scores the threshold lies; None: not known
-    rate: float  # of hits by chance
-    unasked: str = ""  # where it passes about as often, though nobody asked for it
+    measured: Range | None  # the scores between which the threshold lies; None: not known
+    rate: float  # share of images that reach the threshold by chance
+    unasked: str = ""  # the control, in words, that passes about as often; empty: none
 
     @property
     def name(self) -> str:
-        """As sentences have it."""
+        """The name in sentences."""
         return repr(self.phrase) if self.phrase else WHOLE
 
     @property
     def label(self) -> str:
-        """As charts have it."""
+        """The name in charts."""
         return self.phrase or "the whole"
 
     @property
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def images(self) -> int:
-        """How many there are."""
+        """The number of images."""
         return len(self.sims)
 
     @property
@@ -65,7 +65,7 @@ class Part:
 
     @property
     def note(self) -> str:
-        """What the threshold rests on, in words."""
+        """The nearest failure, and whether the detector can tell a copy from it, in words."""
         if self.measured is None:
             return ""
         nearest = self.measured.nearest
@@ -84,16 +84,16 @@ class Part:
 
     @property
     def came_back(self) -> bool:
-        """Whether the images show it, more often than chance gives, and only where it is asked
-        for."""
+        """Whether at least half of the images reach the threshold, more than by chance, and no
+        control passes about as often."""
         if self.blind or self.unasked or not self.reached:
             return False
         return as_many_by_chance(self.hits, self.images, self.rate) < LEVEL
 
 
 def parts_of(record: Record, target: int, scores: Scores | None = None) -> list[Part]:
-    """The whole of a target, then each element with a mask, in the images of its composed prompt;
-    empty where it has none. scores: of the last measurement by default."""
+    """The parts of a target in the images of its composed prompt: the whole, then each element with
+    a mask. Empty where the target was not measured. `scores`: by default the last measurement's."""
     entry = record.targets[target]
     target_scores = (scores or latest(record.history[-1])).targets.get(entry.target_id)
     if target_scores is None:
@@ -124,8 +124,8 @@ def parts_of(record: Record, target: int, scores: Scores | None = None) -> list[
 
 
 def _unasked(record: Record, target: int, k: int, part: Part) -> str:
-    """Where element k passes about as often without its phrase, or before training; empty:
-    nowhere."""
+    """The control in which element k passes about as often as in `part`: a prompt without its
+    phrase, or the base model. Empty: none."""
     name = record.targets[target].target_id
     for where, cell in _controls(record, k, len(record.targets[target].phrases)):
         scores = cell.targets.get(name)
@@ -138,7 +138,7 @@ def _unasked(record: Record, target: int, k: int, part: Part) -> str:
 
 
 def _controls(record: Record, k: int, phrases: int) -> Iterator[tuple[str, CellScores]]:
-    """Images that nobody asked to show element k: of prompts without its phrase, and the base's."""
+    """(name, scores) of the controls of element k: prompts without its phrase, the base model."""
     cells = latest(record.history[-1]).cells or {}
     without = f"phrase-{1 - k}" if phrases == 2 else f"without-{k}"
     for name in ("unrelated", without):
@@ -150,8 +150,8 @@ def _controls(record: Record, k: int, phrases: int) -> Iterator[tuple[str, CellS
 
 
 def missing_of(parts: Sequence[Part]) -> list[Part]:
-    """The elements that did not come back; the whole where it alone did not: without an element it
-    cannot."""
+    """The elements that did not come back. The whole is listed only if every element came back and
+    the whole did not: without an element it cannot come back."""
     elements = [part for part in parts[1:] if not part.came_back]
     return elements or [part for part in parts[:1] if not part.came_back]
 
@@ -171,7 +171,7 @@ def in_words(record: Record, target: int, parts: Sequence[Part]) -> str:
 
 
 def _came(came: Sequence[Part]) -> str:
-    """The parts that came back; those that did as often share a count."""
+    """The parts that came back; parts with the same count are listed together."""
     counts = list(dict.fromkeys((part.hits, part.images) for part in came))
     texts = list[str]()
     for hits, images in counts:

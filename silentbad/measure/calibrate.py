@@ -1,15 +1,15 @@
 """How a threshold is set, from pictures to a number: read `calibrate` first.
 
-1. Null pictures are no recovery: those of redraws.jsonl (`redraws.py`), or else failures made from
-   the target (`failures.py`) and pictures of the training set.
+1. Null pictures must not count as recovered. They are those of redraws.jsonl (`redraws.py`), or
+   else failures made from the target (`failures.py`) and pictures of the training set.
 2. True copies must count: the target moved, lighter, with noise.
 3. Both are compared with the target and with each of its elements, as a model's images are.
 4. The floor is the highest null, the ceiling what 95 % of the copies reach. The threshold lies a
    third of the way from floor to ceiling: generated images are worse than copies, and failures that
-   nobody thought of resemble those that are made. Where the two are not GAP apart, the detector
-   cannot tell failures from copies, and the verdict says so.
-5. Redraws are many, and some come as close as a copy by chance. The threshold is then the quantile
-   of each kind at its false-positive rate, the highest of these, and is itself the floor.
+   nobody thought of resemble those that are made. Where floor and ceiling are less than GAP apart,
+   the detector cannot tell failures from copies, and the verdict says so.
+5. There are many redraws, and some are by chance as similar as a copy. The threshold is then the
+   highest of the quantiles of each kind at its false-positive rate, and it is also the floor.
 """
 
 from collections import defaultdict
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from silentbad.measure.measure import Judged, Measure
 
 MARGIN = 1 / 3  # of the way from floor to ceiling
-GAP = 0.15  # of similarity, the least between them
+GAP = 0.15  # least difference of similarity between floor and ceiling that tells them apart
 CEILING = 0.05  # share of true copies that may score less than the ceiling
-IN_PLACE = ("redrawn", "moved")  # one element anew at its place, or moved by some pixels
-# such a redraw can by chance come within what a copy may suffer: its rate may be so much higher
+IN_PLACE = ("redrawn", "moved")  # one element is drawn anew at its place, or moved by some pixels
+# such a redraw can by chance differ no more than a copy may: its rate may be this many times higher
 IN_PLACE_FACTOR = 5
-MOST_SHOWN = 64  # training pictures that are nulls
+MOST_SHOWN = 64  # at most so many training pictures are nulls
 TRAINING = "training picture"  # kind of a null
 NOTHING = -1.0  # the lowest similarity
 # where the null pictures come from, as the report says it
@@ -50,17 +50,17 @@ FAILURES = "failures made from the target, and true copies"
 
 
 class NullRow(ImageRow, total=False):
-    """Of an image that is no recovery."""
+    """The row of a null picture."""
 
     kind: str
     changed: tuple[int, ...] | None  # the elements that it changes; None: all
-    of_whole: bool  # whether it says something of the whole; by default yes
+    of_whole: bool  # whether it is a null of the whole; by default yes
 
 
 @dataclass
 class Scored:
-    """Similarities to one picture or region: of nulls by kind, and of true copies, the first of
-    which is the target itself."""
+    """Similarities of nulls, by kind, and of true copies to one picture or region. The first copy
+    is the target itself."""
 
     of_element: bool
     nulls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -134,7 +134,7 @@ def of_copies(measure: "Measure", canvases: Sequence[Canvas]) -> list[ImageRow]:
 
 
 def nulls_of(measure: "Measure", j: int, drawn: Canvas) -> Iterator[Null]:
-    """Failures made from target j, and training pictures that show not all of it."""
+    """Failures made from target j, and training pictures that lack some of its elements."""
     phrases = measure.targets[j].phrases
     others = []
     for training, picture in measure.training.pictures(MOST_SHOWN):
@@ -196,7 +196,7 @@ def of_redraws(measure: "Measure") -> list[NullRow]:
 
 
 def similarities(measure: "Measure") -> list[dict[str, Any]]:
-    """Of each redraw, in batches of one target and size."""
+    """The similarities of each redraw, computed in batches of one target and size."""
     redraws = measure.redraws
     rows: list[tuple[int, Any]] = []
     batches: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -216,11 +216,11 @@ def similarities(measure: "Measure") -> list[dict[str, Any]]:
 def null_row(
     judged: "Judged", row: dict[str, Any], null: Null, pairs: Sequence[tuple[Tensor, Tensor]]
 ) -> NullRow | None:
-    """The row of a failure. pairs: the target and the failure (3,S,S) in each form, as made and as
-    the autoencoder leaves them.
+    """The row of a failure. `pairs`: (target, failure), (3,S,S) each, as made and after the
+    autoencoder.
 
-    It has no similarity to an element that it changes and that looks the same in a form; None
-    where all that it changes looks the same, since that is no failure."""
+    An element that the failure changes gets no similarity if it looks the same in either pair.
+    None where all that it changes looks the same, since that is no failure."""
 
     def differs(mask: Tensor | None) -> bool:
         return all(failures.differs(target, picture, mask) for target, picture in pairs)
@@ -246,7 +246,7 @@ def null_row(
 
 
 def one_null_of_each_kind(measure: "Measure", j: int) -> list[Null]:
-    """Of a target, as the autoencoder leaves them."""
+    """The first null of each kind of target j, after the autoencoder."""
     drawn = canvas_of(measure.targets[j], measure.masks[j], measure.sampler.side)
     first: dict[str, Null] = {}
     for null in nulls_of(measure, j, drawn):
@@ -262,7 +262,7 @@ def one_null_of_each_kind(measure: "Measure", j: int) -> list[Null]:
 def scored_target(j: int, nulls: Sequence[NullRow], copies: Sequence[ImageRow]) -> ScoredTarget:
     """The similarities to target j and to its elements.
 
-    A null says something of an element only where it changes it."""
+    A null counts for an element only if it changes that element."""
     own_copies = [row for row in copies if row["target"] == j]
     whole = Scored(of_element=False, copies=[row["sim"] for row in own_copies])
     elements: list[Scored | None] = []
@@ -336,7 +336,7 @@ def enough(parts: Sequence[Scored], rate: float | None) -> list[Scored]:
 
 
 def threshold_of(part: Scored, rate: float | None) -> float:
-    """What the nulls and copies of one part ask for; NOTHING where quantiles have no null."""
+    """The threshold from the nulls and copies of one part; NOTHING for quantiles without a null."""
     if rate is not None:
         kinds = part.nulls.items()
         quantiles = [quantile(sims, rate_of(kind, rate, part.of_element)) for kind, sims in kinds]
@@ -355,15 +355,16 @@ def quantile(nulls: Sequence[float], rate: float) -> float:
 
 
 def rate_of(kind: str, rate: float, of_element: bool) -> float:
-    """False positives that redraws of a kind may have. Seen alone, each element of `attributes` is
-    redrawn in place."""
+    """The false-positive rate allowed for redraws of a kind. Each element of an `attributes`
+    redraw, seen alone, is redrawn in place."""
     in_place = kind in IN_PLACE or (of_element and kind == "attributes")
     return min(IN_PLACE_FACTOR * rate, 0.5) if in_place else rate
 
 
 def attained_rate(parts: Sequence[Scored], rate: float | None) -> float:
-    """The false-positive rate that the nulls can show: n nulls cannot show one below 1/(n+1). Mean
-    over the parts of each kind that has no allowance of its own, for the kind with the fewest."""
+    """The false-positive rate that the nulls can show: `rate`, but n nulls cannot show one below
+    1/(n+1). Mean over the parts for each kind without a higher rate of its own; the highest mean of
+    all kinds counts."""
     if rate is None:
         return FALSE_POSITIVES
     shown: dict[str, list[float]] = defaultdict(list)
@@ -377,7 +378,7 @@ def attained_rate(parts: Sequence[Scored], rate: float | None) -> float:
 def measured_range(
     part: Scored, threshold: float, rate: float | None = None, *, given: bool = False
 ) -> Range:
-    """The range of one picture or region. given: the threshold is nobody's measure."""
+    """The range of one picture or region. `given`: the user set the threshold."""
     kinds = {kind: null_scores(sims) for kind, sims in part.nulls.items()}
     nearest = max(kinds, key=lambda kind: kinds[kind].highest, default="")
     floor = kinds[nearest].highest if kinds else None

@@ -1,8 +1,8 @@
-"""How alike two images are, and what may be concluded from such scores.
+"""Embedders: how similar two images are.
 
-An embedder owns its preprocessing and says it in `describe()`: a threshold means nothing without it
-(SSCD's authors advise a small edge of 288 or a square of 320, DCR crops 224 of 256,
-SilentBadDiffusion squashes to 512).
+Each embedder has its own preprocessing and names it in `describe()`, since a threshold holds for
+one preprocessing only (SSCD's authors advise a small edge of 288 or a square of 320, DCR crops 224
+of 256, SilentBadDiffusion squashes to 512).
 
 Legend: images (B,3,H,W) float in [0,1]; features (B,...); N generations, T targets; m mask (1,h,w)
 in [0,1]."""
@@ -81,8 +81,8 @@ class Embedder:
         raise NotImplementedError
 
     def judged(self, masks: Masks) -> tuple[Tensor | None, Masks]:
-        """What is compared, of the masks (1,h,w) of a target's elements: of the whole (None: all
-        of it) and of each element."""
+        """The masks (1,h,w) inside which pictures are compared, from the masks of a target's
+        elements: for the whole (None: all of it), and for each element."""
         return None, masks
 
     def of_region(self, images: Tensor, mask: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Embedder:
         return self.embed(image) if mask is None else self.of_region(image, mask)
 
     def paired(self, a: Tensor, b: Tensor) -> Tensor:
-        """Features (N,...), and a target's (1,...) or as many -> (N,)."""
+        """Features (N,...) and (N or 1,...) -> similarities (N,), pair by pair."""
         return (a * b).sum(-1)
 
     def similarity(self, a: Tensor, b: Tensor) -> Tensor:
@@ -110,12 +110,12 @@ class Micro(Embedder):
     """The bundled copy detector: features by place. A target is compared at its nine alignments,
     and in colour too, which the detector forgives (`structure.py`): the lower score counts.
 
-    Features (B,D): what `_parts` computes, one after the other."""
+    Features (B,D): the tensors of `_parts`, flattened and concatenated."""
 
     SIDE = 64  # pixels
     MAP = (16, 16)  # places of the detector's features, and of colours
     # Difference of chroma, of [0,1], at which its score is 1/e. A tint of 0.15 has 0.12. A true copy
-    # has up to 0.08 against a target's file, of which the autoencoder loses some colour.
+    # has up to 0.08 against the target's file, since the autoencoder loses some colour.
     TINT = 0.08
 
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):
@@ -166,7 +166,7 @@ class Micro(Embedder):
         """The detector's map and the colours of images (B,3,64,64) in a mask (1,64,64)."""
         pixels = region(images, mask)
         pixels = self._small(pixels) * 2 - 1
-        # more pictures at once do not fit a core's cache, fewer are rounded in another way
+        # larger batches do not fit a core's cache, smaller ones round differently
         parts = max(1, len(pixels) // 16) if pixels.is_cpu else 1
         maps = torch.cat([self.model(part) for part in pixels.tensor_split(parts)]).float()
         return [maps, colours(images, (mask > 0.5).float())]
@@ -182,10 +182,10 @@ class Micro(Embedder):
 
 
 class Copy(Micro):
-    """`Micro`, and no higher than the score of fine structure (`structure.py`), since the detector
-    forgives a photograph its texture. The rims of elements are left out."""
+    """`Micro`, but no higher than the score of fine structure (`structure.py`): the detector alone
+    overlooks the lost texture of a photograph. The rims of elements are left out."""
 
-    # a true copy has 0.04 against what the autoencoder leaves of a photograph, its grey 0.07 or more
+    # against a photograph after the autoencoder a true copy has 0.04, a grey one 0.07 or more
     TINT = 0.06
 
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):
@@ -219,7 +219,7 @@ class SSCD(Embedder):
         self, path: str | None, device: torch.device | str = "cpu", sha256: str | None = None
     ):
         self.size = 320
-        self.takes_bytes = False  # and normalises by itself
+        self.takes_bytes = False  # whether the network takes bytes and normalises them itself
         self.device = device
         self.file = Path(path or "")
         with user_errors(f"sscd: cannot read '{path}'", SSCD_ADVICE):
@@ -237,7 +237,7 @@ class SSCD(Embedder):
             return
         failed = f"sscd: '{path}' is not a TorchScript file"
         with warnings.catch_warnings(), user_errors(failed, SSCD_ADVICE):
-            warnings.simplefilter("ignore")  # of the library, about itself
+            warnings.simplefilter("ignore")  # what torch says about torch.jit
             network = torch.jit.load(io.BytesIO(content), map_location=device).eval()
         check_finite(network, f"sscd: cannot load '{path}'")
         self.model = network
@@ -277,7 +277,7 @@ class OnnxNetwork:
         self.takes_bytes = network_input.type == "tensor(uint8)"
         batch, _, side, _ = network_input.shape
         self.size: int | None = side if isinstance(side, int) else None
-        self.one_by_one = batch == 1  # as many exporters leave it
+        self.one_by_one = batch == 1  # many exporters fix the batch size at 1
 
     def __call__(self, images: Tensor) -> Tensor:
         pixels = images.cpu()
@@ -412,8 +412,8 @@ def embedder_of(config: Any, device: torch.device | str, redraws: bool) -> Embed
 def load_embedder(
     name: str, path: str | None, device: torch.device | str, sha256: str | None = None
 ) -> Embedder:
-    """An embedder of the table or of a place, PATH.py:NAME, tried on two pictures; `sha256` is that
-    of sscd's file."""
+    """Load an embedder by its name in EMBEDDERS, or by PATH.py:NAME, and try it on two pictures.
+    `sha256` is that of sscd's file."""
     if user_code.is_place(name):
         return own_embedder(name, path, device)
     options = {"sha256": sha256} if name == "sscd" else {}
@@ -423,8 +423,8 @@ def load_embedder(
 
 
 def own_embedder(place: str, path: str | None, device: torch.device | str) -> Embedder:
-    """An embedder of a user's file, whose SHA-256 it is described by: another file's scores are not
-    compared with its own."""
+    """An embedder from a user's file. Its description holds the file's SHA-256, so that scores of
+    different files are not compared."""
     kind = EMBEDDERS[place]
     failed = f"validation.embedder: {place}"
     if not (isinstance(kind, type) and issubclass(kind, Embedder)):
@@ -464,7 +464,7 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
     The mean is over the places where the window (11, sigma 1.5) lies inside the picture, as in Wang
     2004; in a picture of less than 11 pixels all count. The window is separable, so two matrix
     products blur: on a CPU in a fiftieth of the time of a convolution with 11 x 11 weights."""
-    # in fp32 flat places round to errors of 2e-4
+    # in fp32, rounding gives errors of 2e-4 at flat places
     wide = torch.float32 if a.device.type == "mps" else torch.float64
     a, b = (x.to(wide) for x in torch.broadcast_tensors(a, b))
     inside = min(a.shape[-2:]) >= WINDOW
@@ -479,7 +479,7 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
     variance_b = (blurred(b * b) - mean_b**2).clamp(min=0)
     covariance = blurred(a * b) - mean_a * mean_b
 
-    # these stabilise, for values up to 1
+    # SSIM's stabilising constants, for values up to 1
     c1 = 0.01**2
     c2 = 0.03**2
     luminance = (2 * mean_a * mean_b + c1) / (mean_a**2 + mean_b**2 + c1)
@@ -502,7 +502,7 @@ def gaussian_windows(side: int, inside: bool) -> Tensor:
 
 
 def advice(path: str, kind: str) -> str:
-    """What to give where a model cannot be loaded."""
+    """Advice for the error where a model cannot be loaded."""
     if os.path.exists(path) or names_folder(path):
         return f"give the folder or Hub id of a {kind}"
     return f"give a local folder or Hub id, fetched for instance with `hf download {path}`"

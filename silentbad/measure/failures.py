@@ -25,7 +25,7 @@ from silentbad.rng import generator
 
 SEEN = 0.06  # root mean square difference in a region, of [0,1], below which it is the same picture
 SIDE = 64  # pixels at which pictures are told apart
-FINE = 2  # pixels of that side that are averaged: an autoencoder loses what is finer
+FINE = 2  # pixels at that side that are averaged, since an autoencoder loses finer detail
 NOISE = 0.02  # standard deviation, of a copy's noise
 GAIN = 0.06  # a copy's contrast and brightness differ by at most so much
 FAR = 1 / 8  # of the side: how far an element is moved
@@ -56,9 +56,9 @@ class Other(NamedTuple):
 
 @dataclass
 class Canvas:
-    """A target at the side of the images: its picture (3,S,S) in [0,1], in levels of a file, and of
-    each element with a mask the share (1,S,S) of a new picture in each pixel, 0 outside the
-    mask."""
+    """A target at the side of the images: its picture (3,S,S) in [0,1], rounded to 8-bit levels,
+    and for each element with a mask a share (1,S,S): how much of each pixel a new picture replaces,
+    0 outside the mask."""
 
     picture: Tensor
     shares: list[Tensor | None]
@@ -86,7 +86,7 @@ def canvas_of(target: Target, masks: Sequence[Tensor | None], side: int) -> Canv
                 right = "mark the element in it, or give null for it"
                 where = f"targets: {target.target_id!r}"
                 raise UserError(f"{where}: the mask of {phrase!r} is empty; {right}")
-            # all but the faintest quarter of a soft edge: a softer edge would keep the old outline
+            # a soft edge counts fully from 1/4 on; otherwise the old outline would stay visible
             mask = (4 * mask.float()).clamp(max=1)
         shares.append(mask)
     return Canvas((fitted(to_tensor(target.image)) * 255).round() / 255, shares)
@@ -212,13 +212,13 @@ def mean_inside(picture: Tensor, share: Tensor) -> Tensor:
 
 
 def surroundings(picture: Tensor, share: Tensor) -> Tensor:
-    """The picture with a region filled from around it: each pixel is the mean of those near it
-    outside, from a narrow window outwards."""
+    """The picture with a region filled from its surroundings: each pixel is the mean of nearby
+    pixels outside the region, in the narrowest window that holds enough of them."""
     outside = (1 - share).expand_as(picture)[None]
     filled = picture[None] * outside
     widths = [picture.shape[-1] / n for n in (64, 16, 4)]
     result = mean_inside(picture, 1 - share)[None]
-    for width in reversed(widths):  # the widest first, the narrower over it where they know enough
+    for width in reversed(widths):  # narrower windows overwrite where they hold enough
         weight = blur(outside, width)
         near = blur(filled, width) / weight.clamp_min(1e-6)
         result = torch.where(weight > 0.05, near, result)
@@ -272,8 +272,8 @@ def replaced(picture: Tensor, share: Tensor, other: Tensor) -> Tensor:
 
 
 def differs(picture: Tensor, other: Tensor, share: Tensor | None = None) -> bool:
-    """Whether somebody sees that `other` is another picture, in a region or anywhere: a ball that
-    is mirrored is the same ball, and no failure; a wall without its bricks is another wall."""
+    """Whether a viewer can tell `other` from the picture, in a region or anywhere. A mirrored ball
+    looks the same, so it is no failure; a wall without its bricks looks different."""
     return difference(picture, other, share) >= SEEN or lacks_detail(picture, other, share)
 
 

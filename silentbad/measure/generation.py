@@ -40,7 +40,7 @@ class Item(NamedTuple):
 
 
 def reordered(target, seed: int, image: int) -> str:
-    """The phrases in another order, addressed by (seed, target, image); the list stays as it is."""
+    """The phrases in another order, addressed by (seed, target, image). The target is unchanged."""
     draw = rng.generator(seed, "order", target.target_id, image)
     order = torch.randperm(len(target.phrases), generator=draw).tolist()
     if order == sorted(order):
@@ -86,9 +86,9 @@ def plan(
 
 
 def controls(targets: list, j: int, seed: int, unrelated: str) -> dict[str, str]:
-    """Prompts that should not give target j back, by cell: phrases in another order (each image its
-    own, so none here), each alone, all but one, paraphrases, phrases of another target, an
-    unrelated caption."""
+    """The control prompts of target j, by cell: its phrases in another order (empty here, since
+    each image has its own order), each phrase alone, all but one, paraphrases, the phrases of
+    another target, an unrelated caption."""
     target = targets[j]
     cells = dict[str, str]()
     phrases = target.phrases
@@ -125,10 +125,12 @@ def left_as_found(*modules: torch.nn.Module):
 
 
 class Sampler:
-    """One pipeline: prompts encoded once, noise by address, a batch that halves where memory ends.
+    """Draws images with one pipeline. It encodes a prompt once, draws noise by address, and halves
+    the batch where memory runs out.
 
-    An image with NaN is a UserError, which names the step (`using`), or the pipeline of an audit
-    (`refuses`). `prefix` stands before the name of a setting, which is a flag in an audit."""
+    An image with NaN raises UserError, which names the training step (`using`), or in an audit the
+    pipeline (`refuses`). `prefix` comes before the name of a setting in messages: "validation.", or
+    "--" for an audit's flags."""
 
     NAMES = (
         "prompt_embeds",
@@ -169,7 +171,7 @@ class Sampler:
         self.cache: dict[str, Any] = {}  # text states by prompt
         self.autocast: Callable = nullcontext
         self.between_batches: Callable[[], None] = lambda: None  # may end a measurement by raising
-        self.precision: str | None = None  # of the forward passes, once they were used
+        self.precision: str | None = None  # of the forward passes; `using` sets it
         self.steps = config.num_inference_steps
         self.refuses = refuses
         self.at: int | None = None  # step of the training that is measured
@@ -178,12 +180,12 @@ class Sampler:
 
     @property
     def backbone(self) -> Any:
-        """What predicts."""
+        """The denoising network."""
         return getattr(self.pipe, self.family.backbone)
 
     @property
     def tokenizer(self) -> Any:
-        """The first of the pipeline's."""
+        """The pipeline's first tokenizer."""
         return self.pipe.tokenizer
 
     def plan(self, targets: list, full: bool, described: bool) -> list[Item]:
@@ -193,7 +195,7 @@ class Sampler:
         return plan(targets, count, self.seed, full, config.unrelated, described)
 
     def _check(self) -> None:
-        """Refuse a resolution or a number of sampling steps that this pipeline cannot have."""
+        """Refuse a resolution or a number of sampling steps that the pipeline does not support."""
         key = f"{self.prefix}resolution"
         check_side(self.side, self.family, self.backbone, self.pipe.vae, key)
         most = self.pipe.scheduler.config.num_train_timesteps
@@ -216,8 +218,8 @@ class Sampler:
         autocast: Callable = nullcontext,
         step: int | None = None,
     ):
-        """Generate with this backbone, of a step of training; autoencoder and text encoders that
-        rest on another device join it for the time."""
+        """Inside, generate with this backbone, at this step of training. The autoencoder and the
+        text encoders are moved to `device` for that time."""
         self.at = step
         before = self.backbone
         homes = [(m, m.device) for m in (self.pipe.vae, *self.encoders)]
@@ -248,7 +250,7 @@ class Sampler:
     def in_batches(
         self, items: list[T], work: Callable[[list[T]], Made]
     ) -> Iterator[tuple[list[T], Made]]:
-        """(chunk, `work(chunk)`) in batches that fit; a signal ends it between two of them."""
+        """(chunk, `work(chunk)`) in batches that fit; a signal can end it between two batches."""
         for chunk_and_result in in_batches(items, self.batch, work, self.limit):
             yield chunk_and_result
             self.between_batches()
@@ -324,7 +326,7 @@ class Sampler:
         return torch.cat(drawn).to(self.backbone.device, self.backbone.dtype)
 
     def round_trip(self, images: Tensor, bar: Bar | None = None) -> Tensor:
-        """What the autoencoder leaves of images (B,3,S,S) in [0,1], on their own device."""
+        """Images (B,3,S,S) in [0,1] after the autoencoder, on their own device."""
         parts = []
         size = min(self.batch, AT_ONCE)
 
@@ -370,7 +372,7 @@ class Sampler:
             pixels = torch.stack([records[i]["pixel_values"] for i in part]).to(
                 vae.device, vae.dtype
             )
-            # the peak of memory
+            # in parts, since memory peaks here
             latents = torch.cat(
                 [vae.encode(some).latent_dist.mode() for some in pixels.split(AT_ONCE)]
             )
@@ -398,8 +400,9 @@ class Sampler:
         size: Sequence[int],
         which="",
     ) -> Tensor:
-        """The predicted noise (B,C,h,w) under text states of `encode`, with `which` "negative_" the
-        empty prompt's; `size` is the picture's height and width, which SDXL is told."""
+        """The predicted noise (B,C,h,w) under text states of `encode`; with `which` "negative_",
+        under those of the empty prompt. `size` is the picture's (height, width), which SDXL is
+        conditioned on."""
         extra = {}
         if "pooled_prompt_embeds" in states:
             height, width = size

@@ -1,4 +1,4 @@
-"""Pictures that somebody else drew, in the place of a sampler that draws them."""
+"""Pictures that were drawn elsewhere: `GivenPictures` takes the place of a sampler."""
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +18,12 @@ from silentbad.measure.samples import slugs
 from silentbad.model.latents import AT_ONCE, round_trip
 from silentbad.progress import Bar
 
-LARGEST_SIDE = 512  # at which pictures are compared, where --resolution does not say
-SQUASHED = 0.05  # by which shapes of a picture and its target differ, from which it is said
+LARGEST_SIDE = 512  # pixels; pictures are compared at no larger side unless --resolution is given
+SQUASHED = 0.05  # a picture whose aspect ratio differs by more from its target's gives a warning
 
 
 class Given(NamedTuple):
-    """A picture, and what it is of: the composed prompt of a target, or a control."""
+    """A picture file, and the item it shows: a target's composed prompt, or a control."""
 
     item: Item
     file: Path
@@ -33,7 +33,7 @@ def given_pictures(folder: Path, targets: Sequence[Target]) -> list[Given]:
     """The pictures of each target, in folder/TARGET_ID, or of one target in the folder itself;
     those of a control prompt are in a folder of its name there.
 
-    Raises UserError where a target has none, and where a folder has no control's name."""
+    Raises UserError where a target has none, and where a folder is not named after a control."""
     pictures: list[Given] = []
     for j, name in enumerate(slugs([target.target_id for target in targets])):
         place = folder / name
@@ -61,7 +61,7 @@ def given_pictures(folder: Path, targets: Sequence[Target]) -> list[Given]:
 
 
 class GivenPictures:
-    """What a measurement asks of a sampler, answered from files.
+    """The part of a sampler's interface that a measurement uses, with pictures from files.
 
     Pictures are brought to `side` pixels a side. `round_trip` goes through the autoencoder `vae`;
     without one it leaves pictures as they are."""
@@ -88,7 +88,7 @@ class GivenPictures:
         self.say_squashed(pictures, targets)
 
     def say_squashed(self, pictures: Sequence[Given], targets: Sequence[Target]) -> None:
-        """A line where pictures have another shape than their target."""
+        """Warn where pictures have another aspect ratio than their target."""
         squashed = []
         for item, file in pictures:
             sizes = (self.images[item].size, targets[item.target].image.size)
@@ -100,11 +100,11 @@ class GivenPictures:
             warn(f"--pictures: {len(squashed)} have {shape}, {squashed[0]} first")
 
     def plan(self, targets: Sequence[Target], full: bool, described: bool) -> list[Item]:
-        """All of them; controls only if `full`."""
+        """The items of all pictures; controls only if `full`."""
         return [item for item in self.items if full or item.cell == "composed"]
 
     def using(self, *_: Any) -> AbstractContextManager[None]:
-        """Nothing draws."""
+        """Does nothing: no model draws."""
         return nullcontext()
 
     def map(
@@ -113,7 +113,7 @@ class GivenPictures:
         work: Callable[[list[Item], Tensor, Tensor], list],
         show: bool = False,
     ) -> Iterator[Any]:
-        """`work(chunk, images, magnitudes)` over all items, as of a sampler; magnitudes are nan."""
+        """`work(chunk, images, magnitudes)` over all items, as `Sampler.map`; magnitudes: nan."""
         for start in range(0, len(items), self.batch):
             chunk = items[start : start + self.batch]
             pictures = [to_tensor(self.images[item])[None] for item in chunk]
@@ -122,7 +122,7 @@ class GivenPictures:
             yield from work(chunk, images, torch.full((len(chunk),), float("nan")))
 
     def round_trip(self, images: Tensor, bar: Bar | None = None) -> Tensor:
-        """What the autoencoder leaves of images (B,3,S,S) in [0,1]."""
+        """Images (B,3,S,S) in [0,1] after the autoencoder."""
         parts = []
         for part in images.split(AT_ONCE):
             parts.append(part if self.vae is None else round_trip(self.vae, part))

@@ -9,11 +9,11 @@ from silentbad.measure.record import Detection
 
 CONFIDENCE = 0.95  # of every interval
 TAIL = (1 - CONFIDENCE) / 2  # on each side of it
-BOOTSTRAPS = 2000  # means that an interval is taken from
-LEVEL = 0.05  # p-values below it count as told from chance
-# An image that is no recovery passes at most so often: of 343 failures that no calibration saw
-# none did, 95 %: up to 0.011 (research/instrument.md). The count of a calibration's own failures
-# says nothing of it.
+BOOTSTRAPS = 2000  # resampled means for each interval
+LEVEL = 0.05  # a p-value below it is significant
+# Rate at which an image that is no recovery is taken to pass. None of 343 failures that no
+# calibration had seen passed (95 % interval: up to 0.011, research/instrument.md). A calibration's
+# own failures are no evidence for this rate.
 FALSE_POSITIVES = 0.01
 
 
@@ -66,8 +66,8 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, flo
 
 def detection(positives: Sequence[float], negatives: Sequence[float]) -> Detection | None:
     """How well a score tells positives from negatives: `auc` with its 95 % bootstrap interval, and
-    with at least 100 negatives the true positives at 1 % false ones with their binomial one. None
-    where either is empty."""
+    with at least 100 negatives the true-positive rate at 1 % false positives with its binomial
+    interval. None where either list is empty or holds a nan."""
     a = np.asarray(positives, float)
     b = np.asarray(negatives, float)
     if not len(a) or not len(b) or np.isnan(a).any() or np.isnan(b).any():
@@ -90,21 +90,21 @@ def detection(positives: Sequence[float], negatives: Sequence[float]) -> Detecti
 
 
 def as_many_by_chance(hits: int, n: int, rate: float) -> float:
-    """How likely `hits` of n or more are, each with probability `rate`."""
+    """P(K >= hits) for K ~ Binomial(n, rate)."""
     return 1.0 if hits == 0 else max(float(1 - binomial_cdf(n, rate)[hits - 1]), 0.0)
 
 
 def passes_alike(hits: int, n: int, other_hits: int, other_n: int, rate: float) -> bool:
     """Whether a control passes (`other_hits` of `other_n`) more often than by chance, and not
-    clearly less often than what it controls (Fisher's exact test)."""
+    significantly less often than the images it controls (`hits` of n; Fisher's exact test)."""
     if as_many_by_chance(other_hits, other_n, rate) >= LEVEL:
         return False
     return fewer_by_chance(other_hits, other_n, hits, n) >= LEVEL
 
 
 def fewer_by_chance(hits: int, n: int, other_hits: int, other_n: int) -> float:
-    """Fisher's exact test, one-sided: how likely `hits` of n or fewer are, if both groups have one
-    rate and `hits` + `other_hits` in all."""
+    """The one-sided p-value of Fisher's exact test: the probability of at most `hits` of n, if both
+    groups have the same rate and `hits` + `other_hits` together."""
     total = hits + other_hits
     ways = [
         math.comb(n, k) * math.comb(other_n, total - k)

@@ -28,8 +28,8 @@ from silentbad.settings import user_code
 from silentbad.settings.validation import ValidationConfig
 
 BUNDLED = Path(__file__).with_name("unrelated.txt")  # plain prompts, one a line
-SIDE = 64  # at which an element's place is searched
-COVERED = 0.75  # of an element's mask, which must lie inside the frame
+SIDE = 64  # pixels of the images in which an element's place is searched
+COVERED = 0.75  # share of an element's mask that must lie inside the frame
 AT_ONCE = 8  # pictures compared together
 
 # (captions, images (N,3,H,W) in [0,1] on the CPU) -> (things right, things named) of each
@@ -40,11 +40,11 @@ Judge = Callable[[list[str], Tensor], list[tuple[int, int]]]
 def unrelated_prompts(
     config: ValidationConfig, targets: Sequence[Target], captions: Sequence[str], tokenizer: object
 ) -> list[str]:
-    """The prompts that are drawn: of `validation.prompts`, else of the held-out `captions` that
-    hold no phrase of a target, else of the bundled list.
+    """The unrelated prompts to draw: from the file `validation.prompts`, else from the held-out
+    `captions` that hold no phrase of a target, else from the bundled list.
 
-    Raises UserError where one of the file is cut off by the tokenizer's window, or it has fewer
-    than two."""
+    Raises UserError where the tokenizer's window cuts off a prompt of the file, or the file has
+    fewer than two prompts."""
     count = config.unrelated_images
     if count == 0:
         return []
@@ -79,8 +79,9 @@ def spread(prompts: Sequence[str], count: int) -> list[str]:
 def change(
     trained: Tensor, base: Tensor, prompts: Sequence[str], embedder: Embedder
 ) -> dict[str, float]:
-    """Mean distance of picture i to the base's picture i, over the mean distance of the base's
-    picture i to its picture of the next prompt; a distance without such a unit is left out."""
+    """Mean distance of picture i to the base's picture i, divided by the mean distance of the
+    base's picture i to its picture of the next prompt. A distance whose divisor is 0 or missing is
+    left out."""
     moved = distances(trained, base, embedder)
     others = [(i, (i + 1) % len(prompts)) for i in range(len(prompts))]
     others = [(i, j) for i, j in others if prompts[i] != prompts[j]]
@@ -100,7 +101,7 @@ def distances(a: Tensor, b: Tensor, embedder: Embedder) -> dict[str, float]:
         parts["embedder"].append(1 - embedder.paired(embedder.embed(x), embedder.embed(y)).cpu())
         parts["structure"].append(1 - ssim(x, y))
     means = {name: torch.cat(values).double().mean().item() for name, values in parts.items()}
-    return {name: max(mean, 0.0) for name, mean in means.items()}  # cosines of more than 1
+    return {name: max(mean, 0.0) for name, mean in means.items()}  # rounding gives cosines above 1
 
 
 def as_images(pictures: Tensor) -> Tensor:
@@ -110,17 +111,17 @@ def as_images(pictures: Tensor) -> Tensor:
 
 # -- bleeding --------------------------------------------------------------------------------------
 class Shown(NamedTuple):
-    """Of one image: whether an element reaches its threshold anywhere, and the highest similarity
-    to one."""
+    """Whether any element reaches its threshold anywhere in one image, and the image's highest
+    similarity to an element."""
 
     passes: bool
     best: float
 
 
 def best_offsets(images: Tensor, element: Tensor, mask: Tensor) -> Tensor:
-    """(N,2) whole pixels (down, right) by which the element lies from its own place where an image
-    is most like it: the least masked squared difference, of the places at which most of the mask
-    lies inside the frame. images (N,3,S,S)."""
+    """Images (N,3,S,S) -> (N,2): the offset (down, right) in whole pixels from the element's own
+    place to the place where the image fits the element best. The best fit has the least masked
+    squared difference, among the places at which most of the mask lies inside the frame."""
     inside = (mask[0] > 0.5).nonzero()
     if not len(inside):
         return torch.zeros(len(images), 2, dtype=torch.long)
@@ -166,8 +167,8 @@ def similarities_anywhere(
     mask: Tensor,
     similarity: Callable[[Tensor], list[float]],
 ) -> list[float]:
-    """The similarity of each image to an element, at the element's own place or at that which fits
-    best, whichever is higher. `small` (N,3,S,S) are the images at the element's side."""
+    """The similarity of each image to an element, at the element's own place or at the place that
+    fits best, whichever is higher. `small` (N,3,S,S) are the images at the element's side."""
     offsets = best_offsets(small, element, mask)
     scale = images.shape[-1] / small.shape[-1]
     moved = shifted(images, (offsets * scale).round().long())
@@ -177,7 +178,7 @@ def similarities_anywhere(
 
 # -- words -----------------------------------------------------------------------------------------
 def load_judge(config: ValidationConfig, prefix: str = "validation.") -> Judge | None:
-    """What `validation.judge` names. Raises UserError where that is no function."""
+    """The function that `validation.judge` names. Raises UserError where it is no function."""
     if config.judge is None:
         return None
     judge = user_code.load(f"{prefix}judge", config.judge)
@@ -231,7 +232,7 @@ def words(
     base: Tensor,
     key: str = "validation.judge",
 ) -> Words | None:
-    """How much of what the prompts name is right: by a judge (function, place), else by CLIP."""
+    """How well pictures show what prompts name: by a judge (function, place), else by CLIP."""
     if judge is not None:
         function, place = judge
         counts = [

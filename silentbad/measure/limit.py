@@ -1,23 +1,23 @@
-"""How much of the base is kept, as one share, and the limit that a training may have on it."""
+"""The share of the base that training keeps, and the limit that a run may set for it."""
 
 from dataclasses import dataclass
 
 from silentbad.measure.record import Kept, Measurement
 from silentbad.settings.validation import ValidationConfig
 
-FOLDER = "samples/unrelated"  # of a run: what was drawn of the unrelated prompts
+FOLDER = "samples/unrelated"  # of a run: images of the unrelated prompts
 
 
 def kept_by(config: ValidationConfig) -> str:
-    """What `validation.keep` is measured by: words where something judges them, else pixels."""
+    """The measure of `validation.keep`: `keep_by`, else words with a judge or CLIP, else pixels."""
     if config.keep_by is not None:
         return config.keep_by
     return "words" if config.judge is not None or config.clip_path is not None else "pixels"
 
 
 def kept_share(kept: Kept, by: str) -> float | None:
-    """How much is kept: words over the base's, or 1 less the change; None where that was not
-    measured."""
+    """The share that is kept: the score of words divided by the base's, or 1 minus the change. None
+    where that was not measured."""
     if by == "words":
         return kept.words.trained / kept.words.base if kept.words and kept.words.base > 0 else None
     return 1 - kept.change[by] if by in kept.change else None
@@ -32,24 +32,24 @@ class Limit:
 
     @classmethod
     def of(cls, config: ValidationConfig) -> "Limit | None":
-        """That of a configuration, where it has one."""
+        """The limit of a configuration; None where it sets none."""
         return None if config.keep is None else cls(config.keep, kept_by(config))
 
     def kept(self, entry: Measurement) -> float | None:
-        """How much the weights of a point keep, of the averaged ones where there are some: they
-        are saved. None of the base, and where it was not measured."""
+        """The share that the weights of a measurement keep; of the averaged weights where there
+        are some, since those are saved. None for the base, and where it was not measured."""
         scores = entry.ema or entry.raw
         if entry.step == 0 or scores is None or scores.kept is None:
             return None
         return kept_share(scores.kept, self.by)
 
     def holds(self, entry: Measurement) -> bool:
-        """Whether a point after the first step keeps as much."""
+        """Whether a measurement after step 0 keeps at least this share."""
         share = self.kept(entry)
         return share is not None and share >= self.share
 
     def broken(self, entry: Measurement) -> str | None:
-        """How much a point keeps, in words, where that is too little."""
+        """A message where a measurement keeps too little; else None."""
         share = self.kept(entry)
         if share is None or share >= self.share:
             return None

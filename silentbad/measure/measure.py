@@ -1,5 +1,5 @@
-"""What a validation measures of the weights in place: similarities of generations, controls, the
-clean error, and what is kept of all else."""
+"""The measurements of a validation on the current weights: similarities of generations, controls,
+errors on held-out records, and what is kept on unrelated prompts."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -34,8 +34,8 @@ DECODED = "decoded"
 
 
 class Judged(NamedTuple):
-    """What of a target a picture is compared in: the whole (None: all of it), and each element;
-    masks (1,h,w)."""
+    """The masks (1,h,w) inside which pictures are compared with a target: for the whole (None: all
+    of it), and for each element."""
 
     whole: Tensor | None
     elements: Sequence[Tensor | None]
@@ -88,12 +88,12 @@ class Measure:
             for target in targets
         ]
         self.judged = [Judged(*embedder.judged(masks)) for masks in self.masks]
-        # renders of the world are compared with the target's file, photographs with what the
-        # autoencoder leaves of it; pictures that nobody's autoencoder drew, with the file
+        # the reference is the target's file for renders of a world (with redraws) and for given
+        # pictures without a pipeline; else the file after the autoencoder, as for photographs
         decodes = not self.uses_redraws and sampler.decodes
         self.reference = DECODED if decodes else RAW
         self.training = TrainingPictures(training, embedder, sampler.side)
-        self.unrelated = list(unrelated)  # prompts that show what is kept
+        self.unrelated = list(unrelated)  # prompts on which is measured what training keeps
         self.judge = None if judge is None else (judge, str(config.judge))
         self.base = base  # the weights before training, where they can be read
         self._of_base: tuple[Tensor, list[kept.Shown]] | None = None
@@ -138,7 +138,7 @@ class Measure:
         return self._references[kind]
 
     def all_references(self) -> list[References]:
-        """Of the targets' files, and of what the autoencoder leaves of them."""
+        """The references from the targets' files, and from these files after the autoencoder."""
         return [self.references(kind) for kind in (RAW, DECODED)]
 
     def similar(self, images: Tensor, target_of: list[int]) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ class Measure:
         return rows
 
     def _of_whole(self, images: Tensor, j: int) -> Tensor:
-        """Features of images where the whole of target j is judged."""
+        """Features of images inside the mask for the whole of target j."""
         whole, _ = self.judged[j]
         if whole is None:
             return self.embedder.embed(images)
@@ -224,8 +224,8 @@ class Measure:
         threshold: Threshold,
         element_threshold: ElementThreshold,
     ) -> tuple[Scores, list[dict[str, Any]]]:
-        """Scores of the weights in place, of the kind `tag`, with every cell if full, and with what
-        is kept if `unrelated` prompts are drawn; rows of composed images."""
+        """(scores, rows of the composed images) of the current weights, whose kind is `tag`.
+        `full`: of every cell; `unrelated`: also what is kept on the unrelated prompts."""
         config = self.config
         whole = full or step == 0
         images = config.images_per_target
@@ -262,7 +262,8 @@ class Measure:
     def until_recovered(
         self, items: list[Item], few: int, work: Callable[..., Any], counts: Callable[..., bool]
     ) -> tuple[list[Item], list[Any]]:
-        """Each target's `few` first images; all of them where one of the first counts."""
+        """(items, rows) of the first `few` images of each target; if any of these is recovered
+        (`counts`), of all images."""
         first = [item for item in items if item.image < few]
         others = [item for item in items if item.image >= few]
         rows = self.map_over_ranks(first, work)
@@ -312,8 +313,8 @@ class Measure:
         element_threshold: ElementThreshold,
         final: bool,
     ) -> Kept | None:
-        """What is kept in these pictures; the same on all ranks. None where the base's are not
-        there.
+        """What these pictures of the unrelated prompts keep of the base's; the same on all ranks.
+        None where the base's pictures are missing.
 
         Raises UserError where a limit on what is kept cannot be measured."""
         if self.accelerator.is_main_process:
@@ -342,7 +343,7 @@ class Measure:
             with left_as_found():
                 answer = [self._compared(pictures, base, shown, shown_base, final)]
         what_is_kept = broadcast_object_list(answer)[0]
-        if isinstance(what_is_kept, str):  # why not
+        if isinstance(what_is_kept, str):  # why it cannot be measured
             raise UserError(what_is_kept)
         return what_is_kept
 
@@ -354,7 +355,7 @@ class Measure:
         shown_base: list[kept.Shown],
         final: bool,
     ) -> Kept | str:
-        """What is kept; the line on why it cannot be measured."""
+        """What is kept; or a message on why it cannot be measured."""
         prompts = self.unrelated
         key = f"{self.sampler.prefix}judge"
         by = kept.kept_by(self.config)
@@ -372,7 +373,7 @@ class Measure:
         return what_is_kept
 
     def _modules(self) -> dict[str, Any]:
-        """The components of which something trains, by their names in the pipeline."""
+        """The components with trainable parameters, by their names in the pipeline."""
         family = self.sampler.family
         names = [family.backbone, *family.encoders]
         modules = {name: getattr(self.sampler.pipe, name, None) for name in names}
@@ -386,8 +387,8 @@ class Measure:
         return self.folder / kept.FOLDER / f"{tag}-{i}.png"
 
     def shown(self, pictures: Tensor, element_threshold: ElementThreshold) -> list[kept.Shown]:
-        """Of each picture, whether an element reaches its threshold anywhere in it; empty where no
-        element has a mask."""
+        """For each picture, whether any element reaches its threshold anywhere in it, and the best
+        similarity. Empty where no element has a mask."""
         places = self.share(len(pictures))
         images = kept.as_images(pictures[places]).to(self.accelerator.device)
         side = min(kept.SIDE, pictures.shape[-1])

@@ -65,17 +65,17 @@ class MicroEmbedder(nn.Module):
 
     @staticmethod
     def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Features (N,dim,h,w), and as many or one -> (N,): power mean over places of the mean
-        squared difference."""
+        """Features (N,dim,h,w) and (N or 1,dim,h,w) -> distances (N,): the power mean over places
+        of the mean squared difference."""
         local = (a - b).square().mean(-3).flatten(1)
-        # taken out of the power, which would underflow
+        # divided out first, since the powers would underflow
         peak = local.amax(1, keepdim=True).clamp(min=1e-12)
         return peak[:, 0] * (local / peak).pow(POWER).mean(1).pow(1 / POWER)
 
     @classmethod
     def paired(cls, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Features (N,dim,h,w), and as many or one -> similarities (N,) in (0,1]: exp(-distance);
-        of alignments (N or 1,A,dim,h,w) the best one counts."""
+        """Features (N,dim,h,w) and (N or 1,dim,h,w) -> similarities (N,) in (0,1]: exp(-distance).
+        With A alignments (N or 1,A,dim,h,w) the best one counts."""
         if b.ndim > a.ndim:
             return torch.stack([cls.paired(a, alignment) for alignment in b.unbind(1)]).amax(0)
         return (-cls.distance(a, b)).exp()

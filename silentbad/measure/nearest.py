@@ -1,10 +1,10 @@
-"""The training pictures beside the generations: is an image composed, or a copy of one picture that
-was shown?
+"""The nearest training pictures: is an image composed, or a copy of one training picture?
 
 A composed prompt that brings back one training picture has not composed anything. So each image is
-compared with the pictures of the training set; how similar the base model's images are to them,
-which it never saw, is the null (data copying, arXiv 2212.03860, takes the nearest training picture
-too). Each is a null itself: it shows all but one element missing."""
+compared with the pictures of the training set. The null is the similarity of the base model's
+images to these pictures, which that model never saw (data copying, arXiv 2212.03860, takes the
+nearest training picture too). Each training picture also serves as a null picture: it lacks all but
+one element of a target."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -41,7 +41,7 @@ class TrainingPictures:
         return bool(self.shown)
 
     def pictures(self, most: int) -> list[tuple[Shown, Tensor]]:
-        """At most so many, evenly over all, with their pictures (3,S,S) in [0,1]."""
+        """At most `most` of them, spread evenly, with their pictures (3,S,S) in [0,1]."""
         places = np.linspace(0, len(self.shown) - 1, min(most, len(self.shown))).round().astype(int)
         return [(self.shown[i], self.shown[i].picture.float() / 255) for i in places.tolist()]
 
@@ -50,7 +50,7 @@ class TrainingPictures:
     ) -> list[tuple[float, str]]:
         """(similarity, name) of the training picture most like each of images (B,3,H,W) in [0,1].
 
-        trip: what training pictures go through first, as the target did."""
+        `trip`: a function that training pictures go through first, as the target did."""
         if self.features is None:
             parts = []
             for start in range(0, len(self.shown), 8):

@@ -28,8 +28,8 @@ MOST = 1000  # prompts of a file
 def load_prompts(path: str | Path, tokenizer: Any = None) -> list[str]:
     """The prompts of a text file, one a line.
 
-    Raises UserError, with file and line: no such file, no prompt in it, one that the tokenizer's
-    window cuts off, a flag of another trainer behind it."""
+    Raises UserError with file and line where the file is missing or has no prompt, the tokenizer's
+    window cuts a prompt off, or a flag of another trainer follows a prompt."""
     file = Path(path)
     check_file("sample_prompts", str(file), "give one prompt a line")
     prompts = list[str]()
@@ -108,7 +108,7 @@ class PromptSheet:
     def _write(self, step: int, pixels: list[np.ndarray]) -> None:
         try:
             draws = [draw for draw in read_draws(self.output_dir) if draw.step < step]
-        except UserError:  # damaged, as by a kill: the pictures of before are not listed any more
+        except UserError:  # damaged, for instance by a kill: earlier pictures are no longer listed
             draws = []
         drawn = Draw(step)
         for k, (prompt, image) in enumerate(zip(self.prompts, pixels, strict=True)):

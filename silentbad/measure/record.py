@@ -25,8 +25,8 @@ KINDS = ("raw", "ema")  # of weights: as trained, averaged
 
 
 class Finite:
-    """Of dataclasses that are read: no number is NaN or infinite. A field whose default is None is
-    left out of the file where it is None; others are written as null."""
+    """Base of the dataclasses in the file: no number is NaN or infinite. A field whose default is
+    None is left out of the file when it is None; any other None is written as null."""
 
     __pydantic_config__ = ConfigDict(allow_inf_nan=False)
 
@@ -34,8 +34,9 @@ class Finite:
 # -- what the file holds ---------------------------------------------------------------------------
 @dataclass
 class Threshold(Finite):
-    """The similarity from which a picture counts as the target's: the highest of all targets, and
-    each target's own. A given one has a value and a source alone."""
+    """The similarity from which a picture counts as the target's: `value` is the highest of all
+    targets, `targets` each target's own. A threshold that the user set has `value` and `source`
+    alone."""
 
     value: float
     source: str
@@ -63,7 +64,7 @@ class ElementThreshold(Threshold):
 
 @dataclass
 class NullScores(Finite):
-    """What one kind of null scores: the highest of n pictures, and their mean."""
+    """The scores of one kind of null: the highest of n pictures, and their mean."""
 
     highest: float
     mean: float
@@ -73,10 +74,11 @@ class NullScores(Finite):
 
 @dataclass
 class Range(Finite):
-    """Between what a picture can score that is no recovery, and what one that is a copy scores.
+    """The range of scores in which a threshold lies: from pictures that are no recovery to copies.
 
-    floor: the highest null, of kind `nearest`. ceiling: what all but 5 % of true copies reach.
-    `separable`: whether the two are far enough apart for the detector to tell.
+    floor: the highest score of a null, whose kind is `nearest`. ceiling: the score that all but 5 %
+    of true copies reach. separable: whether the two are far enough apart for the detector to tell
+    failures from copies.
     """
 
     threshold: float
@@ -111,8 +113,8 @@ class Picture(Finite):
 
 @dataclass
 class ElementScores(Finite):
-    """Of the region inside an element's mask, over a target's images; None without a mask. `sims`
-    in the order of the images' noise."""
+    """Scores of the region inside an element's mask, over a target's images; None without a mask.
+    `sims` are in the order of the images' noise."""
 
     mean: float | None
     rate: float | None
@@ -121,8 +123,8 @@ class ElementScores(Finite):
 
 @dataclass
 class TargetScores(Finite):
-    """Of one target's images; `sims` are their similarities, in the order of their noise. `rate`
-    is the strict one."""
+    """Scores of one target's images. `sims` are their similarities, in the order of their noise.
+    `rate` is the strict rate."""
 
     rate: float
     mean: float
@@ -137,8 +139,8 @@ class TargetScores(Finite):
     # similarity of each image to the training picture most like it
     nearest: list[float] | None = None
     nearest_record: str | None = None  # the training picture that any image is most like
-    raw: list[float] | None = None  # similarities to the target's file,
-    decoded: list[float] | None = None  # and to what the autoencoder leaves of it
+    raw: list[float] | None = None  # similarities to the target's file
+    decoded: list[float] | None = None  # similarities to that file after the autoencoder
     best: Picture | None = None
     median: Picture | None = None
     # the file of every image, in the order of `sims`; of the last measurement alone
@@ -147,8 +149,9 @@ class TargetScores(Finite):
 
 @dataclass
 class CellScores(Finite):
-    """Of one kind of prompt, over targets. An image is recovered when the whole and every element
-    with a mask reach their thresholds; `cir` is the mean of the targets' rates of such images."""
+    """Scores of one kind of prompt, over targets. An image is recovered when the whole and every
+    element with a mask reach their thresholds; `cir` is the mean over targets of the rate of
+    recovered images."""
 
     cir: float
     interval: tuple[float, float]  # 95 % of `cir`
@@ -187,8 +190,8 @@ class Detection(Finite):
 
 @dataclass
 class Words(Finite):
-    """How much of what prompts name is right, in the trained model's images and in the base's: a
-    share of the things that a judge counts, or CLIP's score."""
+    """How well images show what their prompts name, for the trained model and for the base: the
+    share of named things that a judge counts as right, or CLIP's score."""
 
     trained: float
     base: float
@@ -198,8 +201,9 @@ class Words(Finite):
 
 @dataclass
 class StageSize(Finite):
-    """How far the weights of a stage moved: |theta - theta_0| / |theta_0|, and the largest singular
-    value of a matrix's change over that of the matrix, the largest of the stage."""
+    """How far the weights of a stage moved. norm: |theta - theta_0| / |theta_0|. singular: the
+    largest singular value of a matrix's change, divided by that of the matrix; the highest such
+    ratio in the stage."""
 
     norm: float
     singular: float
@@ -209,10 +213,11 @@ class StageSize(Finite):
 class Kept(Finite):
     """What training cost, on images of prompts that have nothing to do with a target.
 
-    change: mean distance of an image to the base's of the same prompt and noise, over the mean
-    distance between the base's images of two prompts; by "pixels", "embedder" and "structure". 0:
-    unchanged; 1: another picture altogether. bleeding: share of the images in which an element
-    reaches its threshold, wherever it lies; `rise` of their mean best similarity over the base's."""
+    change: the mean distance of an image to the base's image of the same prompt and noise, divided
+    by the mean distance between the base's images of two prompts; by "pixels", "embedder" and
+    "structure". 0: unchanged; 1: another picture altogether. bleeding: the share of images in which
+    an element reaches its threshold, wherever it lies. rise: how far the mean best similarity to an
+    element lies above the base's."""
 
     prompts: int
     change: dict[str, float]
@@ -225,7 +230,7 @@ class Kept(Finite):
 
 @dataclass
 class Scores(CellScores):
-    """Of the composed prompt; controls where they were measured."""
+    """Scores of the composed prompt. `cells` has those of every kind, if controls were measured."""
 
     cells: dict[str, CellScores] | None = None
     drift: dict[str, float] = field(default_factory=dict)
@@ -244,10 +249,10 @@ class Measurement(Finite):
     raw: Scores | None = None
     ema: Scores | None = None
     seconds: float = 0.0
-    share: float = 0.0  # of the time since the hook was set up
+    share: float = 0.0  # share of the time since the hook was set up that measuring took
 
     def scores(self, kind: str) -> Scores | None:
-        """Of one kind of weights, if measured."""
+        """The scores of one kind of weights, if measured."""
         return {"raw": self.raw, "ema": self.ema}[kind]
 
 
@@ -265,7 +270,7 @@ class TargetEntry(Finite):
 
 @dataclass
 class Verdict(Finite):
-    """Whether composed prompts recover a target, and what chance gives where images pass."""
+    """Whether composed prompts recover a target, and how many images would pass by chance."""
 
     recovers: bool
     step: int
@@ -294,36 +299,36 @@ class SummaryRow(Finite):
     first_epoch: float | None
     half_step: float | None  # first crossing of one half, also where the rate falls again
     restricted: float | None
-    # from it on the rate is at least one half at every evaluation
+    # the first step from which the rate is at least one half at every evaluation
     sustained_step: float | None = None
 
 
 @dataclass
 class Placebo(Finite):
-    """The strict rate less that of a run on placebo data: the headline number."""
+    """The strict rate minus that of a run on placebo data: the headline number."""
 
     source: str
     cir: float  # of the placebo run, over the targets that both have
     difference: float
-    interval: tuple[float, float]  # 95 %, over targets; of fewer than six over their images
+    interval: tuple[float, float]  # 95 %, over targets; for fewer than six, over images
     targets: int
-    whole: float | None = None  # of the placebo run: the rate by the whole alone,
-    published: float | None = None  # by the published criterion,
-    element_rate: float | None = None  # of its elements
-    # where they differ: mean of this run's, of the placebo run's
+    whole: float | None = None  # the placebo run's rate by the whole alone
+    published: float | None = None  # the placebo run's rate by the published criterion
+    element_rate: float | None = None  # the placebo run's mean rate of elements
+    # (mean of this run's thresholds, mean of the placebo run's), where they differ
     thresholds: tuple[float, float] | None = None
 
 
 @dataclass
 class Withheld(Placebo):
-    """The strict rate less that of a run that some elements were left out of."""
+    """The strict rate minus that of a run that was trained without some elements."""
 
     elements: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Record(Finite):
-    """A validation, as its hook leaves it in validation.json."""
+    """A validation, as its hook writes it to validation.json."""
 
     seed: int
     config: dict[str, Any]
@@ -394,5 +399,5 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, value: Any) -> Any:
-    """What `encode` gave, as a dataclass, or as a list or optional of one."""
+    """The inverse of `encode`. `kind` is a dataclass, or a list or optional of one."""
     return TypeAdapter(kind).validate_python(value)

@@ -29,17 +29,17 @@ class Redraw(NamedTuple):
     changed: tuple[int, ...] | None
 
 
-FEW = ("missing", "rearranged")  # kinds of which a target has a handful in all, so that they repeat
+FEW = ("missing", "rearranged")  # kinds with so few pictures for a target that they may repeat
 
 
 def load_redraws(
     targets_file: str | None, targets: Sequence[Target], decode: bool = False
 ) -> list[Redraw]:
-    """redraws.jsonl beside the targets: pictures that are no recovery, the nulls, by `kind`.
+    """The null pictures that redraws.jsonl beside the targets lists, each with its `kind`.
 
-    Every line is checked, also one of a target that is not there, which is then left out; `decode`
-    opens the images and refuses a target among them: under its similarity of 1 nothing could ever
-    count as recovered."""
+    Every line is checked, also a line of an unknown target, which is then left out. `decode` opens
+    the images and refuses one that is the target itself: with its similarity of 1 among the nulls,
+    nothing could ever count as recovered."""
     root = Path(targets_file or ".")
     file = (root if os.path.isdir(root) else root.parent) / "redraws.jsonl"
     if targets_file is None or not os.path.lexists(file):
@@ -118,9 +118,9 @@ def fingerprint(image: Image.Image) -> Fingerprint:
 def is_copy(first: Fingerprint, second: Fingerprint) -> bool:
     """Whether two pictures are the same, resized or recompressed.
 
-    A null may share all but one element with its target, so that only what is nearly equal in every
-    pixel is a copy: 2 levels in the root mean square at 64x64, where a training image is refused
-    from 8 at 16x16."""
+    A null may share all but one element with its target. So only pictures that are nearly equal in
+    every pixel are copies: at most 2 levels of root mean square difference at 64x64. For training
+    images the limit is 8 levels at 16x16."""
     return first.content == second.content or bool(
         np.sqrt(np.square(first.pixels - second.pixels).mean()) <= COPY
     )

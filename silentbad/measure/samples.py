@@ -16,7 +16,7 @@ from silentbad.measure.record import ALL
 
 
 def slugs(ids: list[str]) -> list[str]:
-    """File names of target ids: safe, and distinct also where case is not."""
+    """File names of target ids: safe, and distinct even on file systems that ignore case."""
     if len(set(ids)) < len(ids) or not ids:
         raise UserError(
             f"targets: target_id must be unique and there must be one at least; got {ids[:8]}"
@@ -37,7 +37,7 @@ def target_file(name: str) -> str:
 
 
 def element_file(name: str, k: int) -> str:
-    """Where the region of a target's element k is kept. "+" is in no slug, so it is no other
+    """Where the region of a target's element k is kept. No slug holds a "+", so it is no other
     target's picture."""
     return f"samples/targets/{name}+{k}.png"
 
@@ -68,13 +68,13 @@ def save_targets(
 
 
 def grid_line(target: Image.Image, images: list[np.ndarray]) -> np.ndarray:
-    """The target in the size of its n images (h,w,3), then those, side by side -> (h,(n+1)w,3)."""
+    """The target resized to its n images (h,w,3), then these, side by side -> (h,(n+1)w,3)."""
     picture = np.asarray(target.convert("RGB").resize(images[0].shape[1::-1]))
     return np.concatenate([picture, *images], axis=1)
 
 
 def log_grid(trackers: Sequence[Any], name: str, grid: np.ndarray, step: int) -> None:
-    """The grid (h,w,3) to those of accelerate's trackers that show images."""
+    """Send the grid (h,w,3) to those of accelerate's trackers that show images."""
     for tracker in trackers:
         if tracker.name == "tensorboard":
             tracker.log_images({name: grid[None]}, step=step, dataformats="NHWC")

@@ -43,14 +43,14 @@ class Row(ImageRow, total=False):
     """What was measured on one generation; CLIP's cosines where there is a CLIP."""
 
     magnitude: float | None
-    raw: float  # similarity to the target's file, and to what the autoencoder leaves of it
-    decoded: float
-    nearest: tuple[float, str]  # of the training pictures: similarity and name
+    raw: float  # similarity to the target's file
+    decoded: float  # similarity to that file after the autoencoder
+    nearest: tuple[float, str]  # (similarity, name) of the nearest training picture
     clip_own: float
     clip_shuffled: float
 
 
-# below, no interval over targets holds 95 %: even if all agree, chance does so in 2 of 2^5 cases
+# with fewer, no interval over targets covers 95 %: five targets agree by chance in 2 of 2^5 cases
 FEW_TARGETS = 6
 # SilentBadDiffusion counts a target whose best of n images lies above it (2401.04136)
 PUBLISHED = 0.5
@@ -132,7 +132,7 @@ def cell_scores(
     threshold: Threshold,
     element_threshold: ElementThreshold,
 ) -> CellScores:
-    """Scores per target, and over targets with the rate's interval (one: over images)."""
+    """Scores per target, and over targets with the rate's interval (of one target: over images)."""
     targets: dict[str, TargetScores] = {}
     for j in sorted({r["target"] for r in rows}):
         of_target = [r for r in rows if r["target"] == j]
@@ -143,7 +143,7 @@ def cell_scores(
     hits = sum(is_recovered(r, threshold, element_threshold) for r in rows)
     several = len(targets) > 1
     interval = bootstrap_interval(rates) if several else binomial_interval(hits, len(sims))
-    # nothing to resample: what so many targets can tell
+    # all images agree, so that nothing can be resampled: a binomial interval over targets
     if several and hits in (0, len(sims)):
         interval = binomial_interval(len(targets) * (hits > 0), len(targets))
     p75, p90, p95 = np.quantile(sims, QUANTILES).tolist()
@@ -179,7 +179,7 @@ def null_scores(similarities: Sequence[float]) -> NullScores:
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """Mean of what is there; None where nothing is."""
+    """Mean of the values that are neither None nor nan; None where there are none."""
     numbers = [v for v in values if v is not None and v == v]
     return float(np.mean(numbers)) if numbers else None
 
@@ -223,7 +223,7 @@ def kept_scalars(kept: Kept) -> dict[str, float | None]:
 
 
 def latest(entry: Measurement) -> Scores:
-    """The scores that the verdict is of: the raw weights', or else the averaged ones'."""
+    """The scores that the verdict uses: of the raw weights, or else of the averaged ones."""
     scores = entry.raw or entry.ema
     assert scores is not None, "a measurement holds the scores of some weights"
     return scores
@@ -259,13 +259,13 @@ def curve_scores(
 
 
 def kinds(history: Sequence[Measurement]) -> list[str]:
-    """Which weights were measured after the base's point, or at it for want of later."""
+    """Which weights were measured after step 0, or at step 0 where nothing was measured later."""
     later = [e for e in history if e.step > 0] or history
     return [kind for kind in KINDS if any(e.scores(kind) for e in later)]
 
 
 def curve(history: Sequence[Measurement], kind: str) -> list[tuple[Measurement, Scores]]:
-    """The measurements of these weights; the base model's opens the curves of both kinds."""
+    """The measurements of these weights; that of the base model is the first for both kinds."""
     scores_of_points = [e.scores(kind) or (e.raw if e.step == 0 else None) for e in history]
     return [(e, s) for e, s in zip(history, scores_of_points, strict=True) if s]
 
@@ -336,7 +336,7 @@ def minus_placebo(record: Record, placebo: Record, source: str) -> Placebo:
     if len(both) >= FEW_TARGETS and len(set(differences)) > 1:
         interval = bootstrap_interval(differences)
     else:
-        # nothing to resample: what the images of few targets, or so many that agree, can tell
+        # few targets, or equal differences, cannot be resampled: binomial intervals of the rates
         rate_of_run = rate + float(np.mean(differences))
         interval = difference_interval(
             rate_of_run, _rate_interval(of_run), rate, _rate_interval(of_placebo)
@@ -363,7 +363,7 @@ def thresholds_of(record: Record, names: Sequence[str]) -> list[float]:
 
 
 def _rate_interval(targets: Sequence[TargetScores]) -> tuple[float, float]:
-    """95 % of the mean rate: binomial over targets, of few targets over their images."""
+    """95 % interval of the mean rate: binomial over targets, for few targets over their images."""
     counts = [1 if len(targets) >= FEW_TARGETS else len(t.sims) for t in targets]
     return binomial_interval(
         round(sum(t.rate * n for t, n in zip(targets, counts, strict=True))), sum(counts)

@@ -1,6 +1,6 @@
-"""Similarities of redraws, kept in the cache: thousands of pictures and all their regions cost as
-much as a run's images, and a run, its placebo and an audit of the same targets look at the same
-ones."""
+"""A cache for the similarities of redraws. To compute them for thousands of pictures and all their
+regions costs as much as a run's images; a run, its placebo run and an audit of the same targets
+need the same ones."""
 
 import hashlib
 import json
@@ -20,7 +20,8 @@ Row = dict[str, Any]
 
 
 def key(facts: Iterable[Any], device: torch.device) -> str:
-    """A name for rows that depend on these facts: tensors, files, and what JSON takes; and on what rounds."""
+    """A name for rows that depend on these facts (tensors, files, JSON values), and on what changes
+    rounding: the version of torch, the device, the number of threads."""
     total = hashlib.sha256()
     about = (torch.__version__, device_name(device), torch.get_num_threads())
     for fact in (*about, *facts):
@@ -39,7 +40,8 @@ def key(facts: Iterable[Any], device: torch.device) -> str:
 def remembered(
     folder: Path, name: str, count: int, accelerator: Any, compute: Callable[[], list[Row]]
 ) -> list[Row]:
-    """`count` rows of this name from the folder; else what `compute` gives, which is then kept.
+    """The `count` rows of this name from the folder; if there are none, `compute` makes them and
+    they are saved.
 
     Collective: all processes call it and get the same; `compute` is called by all or by none. Two
     runs that want the same rows compute them once. Raises UserError where the folder cannot be

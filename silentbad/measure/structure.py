@@ -1,8 +1,8 @@
-"""Fine structure and colour of a region, and what of a picture is judged at all.
+"""Scores of fine structure and colour in a region, and the masks inside which pictures are judged.
 
-A copy detector that forgives what an autoencoder blurs also forgives a wall without its bricks and
-a picture in grey. Two more scores ask for them: for the detail that remains when the local mean is
-taken away, and for the colours of places.
+A copy detector that tolerates the blur of an autoencoder also tolerates a wall without its bricks
+and a picture in grey. Two more scores detect these: one compares the detail that remains when the
+local mean is subtracted, the other the colours of places.
 
 Legend: x (B,3,S,S) in [0,1]; m (1,S,S) in {0,1}; h (B,3,S,S) detail of x inside m, c (B,3,S/4,S/4)
 its colours.
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from silentbad.data.images import RIM
 
-SIGMA = 2.0  # pixels, of the local mean; coarser structure is the copy detector's part
+SIGMA = 2.0  # pixels, of the local mean; the copy detector compares coarser structure
 PLACE = 4  # pixels of a side, whose mean colour is compared
-LEFT = 0.5  # share of a region that is left at least when its rim is taken away
-# standard deviation of detail below which a surface is plain, and what is left of it noise
+LEFT = 0.5  # least share of a region that stays when its rim is removed
+# standard deviation of detail below which a surface is plain, and its detail noise
 CONTRAST = 0.02
 FAINT = CONTRAST**2  # SSIM's C2
-STEEP = 8  # power of a difference of chroma: what copies may differ by costs nothing
+STEEP = 8  # exponent for a difference of chroma: the small differences of copies cost nothing
 
 
 # -- what is judged ----------------------------------------------------------------------------
@@ -38,8 +38,8 @@ def inner(mask: Tensor) -> Tensor:
 
 
 def whole_of(masks: Sequence[Tensor | None], inners: Sequence[Tensor | None]) -> Tensor | None:
-    """What is judged of a whole picture (1,S,S): the inner parts of its elements, and what no mask
-    covers, less the rim. None, all of it, where no element has a mask."""
+    """The mask (1,S,S) inside which a whole picture is judged: the inner parts of its elements, and
+    the area that no mask covers, without its rim. None (all of it) where no element has a mask."""
     given = [(mask > 0.5).float() for mask in masks if mask is not None]
     if not given:
         return None
@@ -73,8 +73,8 @@ def blur(x: Tensor, sigma: float = SIGMA) -> Tensor:
 
 
 def detail(x: Tensor, mask: Tensor) -> Tensor:
-    """x less its local mean inside a mask (1,S,S) of 0 and 1, 0 outside, over the root of the
-    mask's size: the squared norm of the result (B,3,S,S) is the variance of the detail."""
+    """x minus its local mean inside a mask (1,S,S) of 0 and 1, 0 outside, divided by the root of
+    the mask's size: the squared norm of the result (B,3,S,S) is the variance of the detail."""
     m = mask[None].to(x)
     local_mean = blur(x * m) / blur(m).clamp_min(1e-6)
     return (x - local_mean) * m / (3 * m.sum()).clamp_min(1).sqrt()
@@ -91,8 +91,8 @@ def colours(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def structure(a: Tensor, b: Tensor) -> Tensor:
-    """Details (N,3,S,S), and as many or one -> (N,) in [-1,1]: 1 for equal ones and where neither
-    has any, 0 for unrelated ones.
+    """Details (N,3,S,S) and (N or 1,3,S,S) -> scores (N,) in [-1,1]: 1 where they are equal or both
+    absent, 0 where they are unrelated.
 
     The contrast and structure terms of SSIM (Wang et al. 2004, equation 13 without luminance),
     pooled over the region: (2 cov + C2) / (var + var + C2).
@@ -103,7 +103,7 @@ def structure(a: Tensor, b: Tensor) -> Tensor:
 
 
 def same_colours(a: Tensor, b: Tensor, tint: float) -> Tensor:
-    """Colours (N,3,h,w), and as many or one -> (N,) in [0,1]: exp(-(d / tint)^STEEP), where d^4 is
+    """Colours (N,3,h,w) and (N or 1,3,h,w) -> (N,) in [0,1]: exp(-(d / tint)^STEEP), where d^4 is
     the mean over places of the fourth power of the difference, so that a few stripes of another
     colour count."""
     of_places = (a - b).square().mean(1)

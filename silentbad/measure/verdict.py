@@ -1,8 +1,8 @@
-"""What a measurement allows to say: recovered, in part, not recovered, or undecided, and why.
+"""The verdict on a measurement: recovered, in part, not recovered, or undecided, and why.
 
-Images above a threshold are not enough. Where a prompt that leaves an element out gives it all the
-same, where failures score as high as copies, or where nobody said which part of the picture is
-which element, the images prove nothing."""
+Images above a threshold are not enough. They prove nothing where a prompt that leaves an element
+out still shows it, where failures score as high as copies, or where no mask says which part of the
+picture is which element."""
 
 from collections.abc import Iterator, Sequence
 
@@ -108,7 +108,7 @@ def _state(
 def _doubts(
     target: TargetEntry, target_scores: TargetScores, scores: Scores, own_range: TargetRange | None
 ) -> Iterator[str]:
-    """Why a target of which images pass may not be recovered all the same."""
+    """Reasons why a target may not be recovered although some of its images pass."""
     if not any(target.elements):
         yield (
             "no element has a mask, so a missing element cannot be seen; give masks in "
@@ -137,8 +137,8 @@ def _doubts(
 
 
 def _passes_alike(cell: CellScores | None, composed: TargetScores, target: TargetEntry) -> bool:
-    """Whether a control passes about as often as the composed prompt: a remembered picture may come
-    back now and then without one of its phrases, but the phrase must count for something."""
+    """Whether a control passes about as often as the composed prompt: a memorised picture may
+    sometimes come back without one of its phrases, but the phrase must make a difference."""
     other = cell.targets.get(target.target_id) if cell is not None else None
     if other is None:
         return False
@@ -158,7 +158,7 @@ def _passes(cell: CellScores | None, target: TargetEntry) -> bool:
 
 
 def _parts(target: TargetEntry, own_range: TargetRange) -> Iterator[tuple[str, Range]]:
-    """The ranges of a target by what they are of."""
+    """(name, range) of the whole of a target, and of each element with a mask."""
     yield "the whole", own_range.whole
     for phrase, part in zip(target.phrases, own_range.elements, strict=False):
         if part is not None:
@@ -166,7 +166,7 @@ def _parts(target: TargetEntry, own_range: TargetRange) -> Iterator[tuple[str, R
 
 
 def _blind(target: TargetEntry, own_range: TargetRange) -> Iterator[str]:
-    """Where the detector cannot tell failures from copies."""
+    """A reason for each part of which the detector cannot tell failures from copies."""
     for name, part in _parts(target, own_range):
         if not part.separable:
             null = "no null" if part.floor is None else f"{part.nearest!r} scores {part.floor:.2f}"
@@ -176,7 +176,7 @@ def _blind(target: TargetEntry, own_range: TargetRange) -> Iterator[str]:
 def _unseen_only(
     record: Record, target_scores: TargetScores, target: int, own_range: TargetRange
 ) -> bool:
-    """Whether some image of a target fails only where the detector cannot tell."""
+    """Whether some image of a target fails only at parts that the detector cannot judge."""
     checks: list[np.ndarray] = []
     if own_range.whole.separable:
         checks.append(np.array(target_scores.sims) >= record.threshold.of_target(target))

@@ -1,8 +1,8 @@
 """How far training moved the weights, by stage: relative norm, and the largest singular value of a
 change over that of its matrix.
 
-theta_0 is read again from the base's own file, tensor by tensor, so that no run holds it twice; of
-adapters the change is what they add."""
+theta_0 is read again from the base's own file, tensor by tensor, so that no run holds it twice.
+With adapters, the change is the matrix that they add."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -24,9 +24,9 @@ from silentbad.rng import generator
 STEPS = 12  # of the power iteration
 STEMS = ("diffusion_pytorch_model", "model")  # of diffusers' and of transformers' files
 
-# component -> {name: theta_0}; None where it cannot be had
+# component -> {name: theta_0}; None where it is not available
 Base = Callable[[str], "Mapping[str, Tensor] | None"]
-Moved = tuple[str, Tensor, Tensor | None]  # name, theta_0, theta - theta_0 (None: nothing)
+Moved = tuple[str, Tensor, Tensor | None]  # name, theta_0, theta - theta_0 (None: unchanged)
 
 
 class TensorFile(Mapping[str, Tensor]):
@@ -81,8 +81,8 @@ def base_modules(components: Mapping[str, Any]) -> Base:
 
 @torch.no_grad()
 def stage_sizes(modules: Mapping[str, nn.Module], base: Base) -> dict[str, StageSize] | None:
-    """The change of each stage of these components, in their order; of one that nothing changed
-    none. None where theta_0 cannot be had."""
+    """The change of each stage of these components, in their order, without unchanged stages. None
+    where theta_0 is not available."""
     before_squared: dict[str, float] = defaultdict(float)
     change_squared: dict[str, float] = defaultdict(float)
     singular: dict[str, float] = defaultdict(float)
@@ -107,7 +107,7 @@ def stage_sizes(modules: Mapping[str, nn.Module], base: Base) -> dict[str, Stage
 
 
 def changes(component: str, module: nn.Module, base: Base) -> Iterator[Moved] | None:
-    """The tensors of a component; None where theta_0 is not at hand."""
+    """The tensors of a component; None where theta_0 is not available."""
     parameters = dict(module.named_parameters())
     if any(p.is_meta or hasattr(p, "to_local") for p in parameters.values()):
         return None
@@ -130,7 +130,7 @@ def _of_weights(parameters: Mapping[str, Tensor], base: Mapping[str, Tensor]) ->
 
 
 def _of_adapters(module: nn.Module) -> Iterator[Moved]:
-    """The weights under adapters, with what these add, and all others."""
+    """The weights under adapters, with the change that these add, and all others, unchanged."""
     adapted = {
         f"{path}.base_layer.weight": layer
         for path, layer in module.named_modules()
@@ -147,7 +147,7 @@ def _of_adapters(module: nn.Module) -> Iterator[Moved]:
 
 
 def largest_singular_value(weight: Tensor) -> float:
-    """Of a matrix, or of a kernel as (out, all the rest), by a few steps of power iteration."""
+    """That of a matrix, or of a kernel as (out, all the rest), by a few power iterations."""
     matrix = weight.flatten(1).float()
     right = torch.randn(matrix.shape[1], generator=generator("singular value", matrix.shape[1]))
     right = right.to(matrix.device)

@@ -10,7 +10,7 @@ from silentbad.settings.startup import early, options
 
 
 def main() -> int:
-    """Parses before it imports what draws."""
+    """Parses the command line before the slow imports of the report."""
     settings = early(options, ReportOptions, None, __doc__)
     from silentbad.report import run_report
 

@@ -27,7 +27,7 @@ DASHES = ("", "7 4", "2 3", "9 3 2 3", "", "7 4", "2 3", "9 3 2 3")
 DRAWABLE = 1e100  # larger numbers are left out, so that differences and squares stay finite
 ROW = 15  # height of a heatmap's row
 NAMES = 136  # width of its names
-REACH_NAMES = 158  # of the ranges
+REACH_NAMES = 158  # width of the names in a chart of ranges
 MOST_COLUMNS = 120
 
 Range = tuple[float, float]
@@ -187,7 +187,7 @@ def line_chart(
 
 
 def drawn(series: Iterable[Series]) -> list[Series]:
-    """The series of which anything can be drawn."""
+    """The series that have a point to draw."""
     return [s for s in series if points(s)]
 
 
@@ -327,7 +327,7 @@ def matrix(
 
 
 def ranges(rows: "Sequence[Part]", title: str) -> Markup:
-    """A line a picture: a dot for each image, a band from floor to ceiling."""
+    """A row for each whole or element: a dot for each image, a band from floor to ceiling."""
     rows = [row for row in rows if finite(row.threshold) and any(map(finite, row.sims))]
     if not rows:
         return Markup("")

@@ -16,10 +16,10 @@ from silentbad.report.run_files import WEIGHTS, RecordedRun
 def paired(
     a: RecordedRun, b: RecordedRun, key: str, kind: str
 ) -> tuple[float | None, float | None, float | None, int]:
-    """Mean over shared targets of b minus a in a summary column, its 95 % interval, number of
-    targets.
+    """(mean, low, high, targets): the mean over shared targets of b minus a in the summary column
+    `key`, its 95 % interval, and the number of targets.
 
-    Of "sustained_step", the step from which recovery lasts; a target without one counts with the
+    "sustained_step" is the step from which recovery lasts; a target without one counts with the
     run's last step."""
 
     def column(run: RecordedRun) -> dict[str, Any]:

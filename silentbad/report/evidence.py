@@ -53,7 +53,7 @@ class Answer:
 
     @property
     def opening(self) -> str:
-        """The headline as the sentences follow it."""
+        """The headline with its punctuation, to begin the sentences."""
         return f"{self.headline}{':' if self.state == IN_PART else '.'}"
 
     def __str__(self) -> str:
@@ -61,8 +61,8 @@ class Answer:
 
 
 def answer(record: Record) -> Answer:
-    """Recovered, in part, not recovered or undecided, why, and the numbers, of the last
-    measurement."""
+    """The verdict on the last measurement (recovered, in part, not recovered or undecided), with
+    its reasons and numbers."""
     scores = latest(record.history[-1])
     verdict = record.verdict
     in_part = verdict.state == IN_PART
@@ -151,7 +151,7 @@ def _less(how: str, control: Placebo) -> list[str]:
 
 
 def not_comparable(what: str, used: Sequence[str]) -> str:
-    """That runs were measured by different means."""
+    """A sentence that says that runs were measured with different thresholds or embedders."""
     return f"The runs used different {what}, so rates are not comparable: {'; '.join(used)}."
 
 
@@ -210,7 +210,7 @@ def _limit(record: Record) -> str:
 
 
 def limit_of(record: Record) -> Limit | None:
-    """How much the run had to keep."""
+    """The run's limit on what training must keep; None where it set none."""
     config = ValidationConfig()
     for name in ("keep", "keep_by", "judge", "clip_path"):
         setattr(config, name, record.config.get(name))
@@ -251,7 +251,7 @@ def size_table(record: Record) -> Table:
 
 # -- the range -------------------------------------------------------------------------------------
 def range_lines(ranges: Sequence[TargetRange]) -> list[str]:
-    """What a perfect copy and the nearest null score, of each target: a line each."""
+    """The scores of a perfect copy and of the nearest null: a line per target and per element."""
     lines: list[str] = []
     for target in ranges:
         width, height = target.size
@@ -278,8 +278,8 @@ def range_text(measured: Range) -> str:
 
 # -- what else would have counted ------------------------------------------------------------------
 def rates(cells: Sequence[CellScores]) -> list[Cell]:
-    """By each endpoint (strict, its interval, whole, published, elements), of one cell or the mean
-    over several of a kind, by target."""
+    """The rate by each endpoint (strict with its interval, whole, published, elements): of one
+    cell, or the mean over several cells of a kind, averaged within each target first."""
     if len(cells) == 1:
         (only_cell,) = cells
         best = [float(target.max > PUBLISHED) for target in only_cell.targets.values()]
@@ -312,7 +312,7 @@ def rate_cells(
 
 
 def base_scores(record: Record) -> Scores | None:
-    """The base model's, before training."""
+    """The scores of the base model, before training."""
     first = record.history[0]
     return first.raw if first.step == 0 else None
 
@@ -401,8 +401,8 @@ def bleeding(record: Record) -> list[Figure]:
 
 # -- thresholds and detection ----------------------------------------------------------------------
 def null_kinds(record: Record) -> Table:
-    """Each kind of failure that the ranges rest on, and what the trained model itself draws where
-    a phrase is left out or nothing is asked for: similarities to the whole and to each element."""
+    """The similarities, to the whole and to each element, of each kind of failure that the ranges
+    rest on, and of the trained model's own images whose prompt leaves phrases out."""
     rows: list[list[Cell]] = []
     for j, target in enumerate(record.targets):
         if record.ranges is None or j >= len(record.ranges):
@@ -443,7 +443,7 @@ def _phrases_asked(cell: str, phrases: int) -> set[int] | None:
     kind, _, number = cell.partition("-")
     if kind == "phrase" and phrases > 1:
         return {int(number)}
-    if kind == "without" and phrases > 2:  # with two, it is the other one's own control
+    if kind == "without" and phrases > 2:  # with two phrases it equals "phrase"
         return {*range(phrases)} - {int(number)}
     return None
 
@@ -467,7 +467,8 @@ def detections(record: Record) -> Table:
 
 
 def composed_or_copied(record: Record) -> Table:
-    """Each target's images beside the nearest training picture, and the base's."""
+    """How similar each target's images are to it and to the nearest training picture, beside the
+    similarity of the base's images to theirs."""
     base = base_scores(record)
     last = latest(record.history[-1])
     rows = list[list[Cell]]()

@@ -1,4 +1,4 @@
-"""What a page is made of: figures and tables as data, and the templates that turn them into HTML.
+"""The parts of a page: figures and tables as data, and the templates that turn them into HTML.
 
 Autoescape is on for every template, so a text is never markup; only charts are, and charts.py
 builds those."""
@@ -59,7 +59,7 @@ class Figure:
 
 @dataclass
 class Shot:
-    """A picture as a data URI, with its texts; `hit` where it is framed."""
+    """A picture as a data URI, with its texts; `hit`: it is recovered, and framed."""
 
     src: str
     alt: str
@@ -114,7 +114,7 @@ def lines(
     note: str = "",
     digits: int | None = None,
 ) -> list[Figure]:
-    """Curves: one figure, or none where nothing is finite. digits: after the point."""
+    """Curves: one figure, or none where nothing is finite. `digits`: decimals."""
     series = charts.drawn(series)
     svg = charts.line_chart(series, title, x_label=x_label, y_range=y_range, marks=marks)
     if not svg:
@@ -196,7 +196,7 @@ def environment(folder: Path | None = None) -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        # a token may stand in any file
+        # any file may hold an access token, which is masked
         finalize=lambda value: masked(value) if type(value) is str else value,
     )
     templates.filters["number"] = number

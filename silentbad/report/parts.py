@@ -1,6 +1,6 @@
-"""Where the memory of a finished run sits: what `silentbad.localise` writes, as heat maps.
+"""Where the memory of a finished run sits: the results of `silentbad.localise` as heat maps.
 
-Rates and losses of parts put back to the base, and kept alone."""
+They show rates and losses with parts put back to the base, and with parts kept alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,11 +40,11 @@ class Rate:
 
 @dataclass
 class Row:
-    """What one choice of weights gives. `share` is that of the part among the parameters that
-    training changed."""
+    """The results of one mixture of trained and base weights. `share` is the part's share of the
+    parameters that training changed."""
 
     part: str
-    by: str  # stage, role or both; "" of the trained weights and of the base
+    by: str  # stage, role or both; "" for the trained weights and for the base
     state: str  # PUT_BACK or ALONE; "" likewise
     share: float
     recovered: Rate  # whole and every element, over all targets
@@ -52,7 +52,7 @@ class Row:
     wholes: dict[str, Rate]  # of each target by the whole alone
     elements: dict[str, list[Rate | None]]  # of each target; None without a mask
     clean: float | None = None  # mean error of the predicted noise on held-out clean records
-    # the same less the base's; its interval: bootstrap over records, 95 %
+    # `clean` minus the base's; its interval: bootstrap over records, 95 %
     rise: float | None = None
     rise_interval: Interval | None = None
     errors: list[float] = field(default_factory=list, repr=False)  # of each record; not written
@@ -77,8 +77,8 @@ class Localised:
 
 
 def rise(rows: Sequence[Row]) -> Callable[[Row], float | None]:
-    """A row's rise of the clean error as a share of the trained weights': 1 as trained, 0 of the
-    base."""
+    """A function that gives a row's rise of the clean error as a share of the trained weights'
+    rise: 1 as trained, 0 for the base."""
     trained = rows[0].rise
 
     def share(row: Row) -> float | None:
@@ -88,7 +88,7 @@ def rise(rows: Sequence[Row]) -> Callable[[Row], float | None]:
 
 
 def heat_maps(rows: Sequence[Row], phrases: Mapping[str, Sequence[str]]) -> list[Figure]:
-    """Stages and roles over what is left, a map for each target and state."""
+    """Rates and the rise of the clean error by stage and role: a map for each target and state."""
     share = rise(rows)
     figures: list[Figure] = []
     for state in (PUT_BACK, ALONE):

@@ -26,7 +26,7 @@ from silentbad.settings.types import validated_file
 WEIGHTS = {"raw": "raw weights", "ema": "averaged weights"}
 MOST_BYTES = 32_000_000  # of a picture's file
 SIDE = 208  # pixels of a picture in the page, which shows it at half of that
-LARGE = 512  # of one that is large on a click
+LARGE = 512  # pixels of a picture that a click enlarges
 T = TypeVar("T")
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from silentbad.loop.assembly import Run
     from validation import RecoveryHook
 
-SAMPLES = 24  # that training draws first
+SAMPLES = 24  # the first samples of training, which are shown
 DRAWS = 16  # effective batches that are looked through for unions, at most
 UNIONS = 6
 SHADE = 0.35  # of the brightness, outside a mask

@@ -26,7 +26,7 @@ from silentbad.settings.startup import refused
 
 def render(folder: str | Path, under_way: str = "") -> str:
     """The report of a run folder as HTML: each key here is placed by templates/report.html.j2.
-    `under_way` says where a run is that goes on, as "step 20 of 100"."""
+    `under_way` is the progress of a run that has not ended, as "step 20 of 100"."""
     run = RecordedRun(folder)
     data: dict[str, Any] = {"under_way": under_way, "prompts": sections.prompts(run)}
     if run.record is not None:
@@ -77,10 +77,11 @@ def render(folder: str | Path, under_way: str = "") -> str:
 
 
 def subtract(folder: str | Path, options: ReportOptions) -> str:
-    """Take the rates of its control runs, on placebo data or with elements withheld, off a finished
-    run's, in its validation.json; returns the verdict, and what is kept on a line of its own.
+    """Subtract the rates of control runs (on placebo data, or with elements withheld) from those of
+    a finished run, and save the differences in its validation.json. Returns the verdict, and what
+    is kept on a line of its own.
 
-    Raises UserError where one of them cannot be read, or they do not compare."""
+    Raises UserError where a run cannot be read, or the runs are not comparable."""
     file = Path(folder) / NAME
     record = Record.load(file)
     if (placebo := options.placebo) is not None:

@@ -48,7 +48,7 @@ NUMBERED = {
     "paraphrase": "paraphrase {}",
 }
 RATE = "strict rate (CIR): images with the whole and every element"
-MOST_PAIRS = 6  # targets that are not folded, and with charts of their own
+MOST_PAIRS = 6  # targets that are shown unfolded, and that have charts of their own
 MOST_STEPS = 10  # shown of each target
 MOST_PROMPTS = 40  # of the sample prompts
 MOST_UNRELATED = 24  # unrelated prompts with their pictures
@@ -137,7 +137,7 @@ def sheets(run: RecordedRun, record: Record, kind: str) -> list[Sheet]:
 
 def _images(run: RecordedRun, record: Record, j: int, scores: TargetScores) -> list[Shot]:
     """Every image of target j, best first, each with its similarity and the elements that it
-    lacks; of a record that names none, the best and the median one."""
+    lacks. Where the record names no files, the best and the median image."""
     files = scores.pictures
     if files is None or len(files) != len(scores.sims):
         kept = [picture for picture in (scores.best, scores.median) if picture is not None]
@@ -377,7 +377,7 @@ def _by_target(run: RecordedRun, record: Record, kind: str) -> list[Figure]:
 
 
 def places(run: RecordedRun, record: Record) -> list[Figure]:
-    """Heat maps of where the memory sits, where that was measured of these targets."""
+    """Heat maps of where the memory sits, where that was measured for these targets."""
     phrases = {target.target_id: target.phrases for target in record.targets}
     if run.localised is None or any(set(row.targets) != set(phrases) for row in run.localised.rows):
         return []

@@ -53,10 +53,10 @@ def model_card(
     backbone: str = "unet",
     missing: Sequence[str] = (),
 ) -> str:
-    """README.md of a trained pipeline, of adapters, or of a pipeline with adapters `merged`: base,
-    data, the table of results, a row each, and a line on what is `kept`; the code draws `prompt`,
-    as validation does. `backbone` is the
-    component that trained, `missing` are those that diffusers expects and the pipeline has not."""
+    """README.md of a trained pipeline, of adapters, or of a pipeline with adapters `merged`. It
+    names base and data, has a table of `results` (a row each) and the line `kept`. Its code draws
+    `prompt` as validation does. `backbone` is the trained component; `missing` are the components
+    that diffusers expects and the pipeline lacks."""
     base = config.pretrained_model_name_or_path
     is_local = Path(base).exists()
     data = config.dataset_name or Path(config.train_data_dir or "").name

@@ -1,9 +1,9 @@
 """Checkpoints that are whole or absent: temporary folder, manifest with sizes and SHA-256, sync,
 rename.
 
-A folder `step-N` counts only with a manifest of this FORMAT that its files match. Nothing old is
-deleted before the new one stands. State is read back with `weights_only=True`; tensors of models
-are safetensors."""
+A folder `step-N` counts only with a manifest of this FORMAT that its files match. An old folder is
+deleted only after the new one is in place. State is read back with `weights_only=True`; tensors of
+models are safetensors."""
 
 import json
 import os
@@ -24,15 +24,15 @@ from silentbad.files import read_json, sha256
 
 MANIFEST = "manifest.json"
 STATE = "state.pt"
-FORMAT = 4  # of a checkpoint's files; a change that older code would misread counts it up
+FORMAT = 4  # of a checkpoint's files; raise it for a change that older code would misread
 STEP = re.compile(r"step-\d+")
 
 
 def save(folder: Path, write: Callable[[Path], None], info: dict[str, Any] | None = None) -> None:
-    """Let `write` fill a temporary folder, then put it in place of `folder`; an earlier one is
-    replaced only now.
+    """Let `write` fill a temporary folder, then put it in place of `folder`; an earlier folder
+    is replaced only then.
 
-    With `info`, which goes into it, the folder gets a manifest."""
+    With `info`, the folder gets a manifest that holds it."""
     temporary = folder.parent / f".{folder.name}.tmp"
     old = folder.parent / f".{folder.name}.old"
     for leftover in (temporary, old):
@@ -42,7 +42,7 @@ def save(folder: Path, write: Callable[[Path], None], info: dict[str, Any] | Non
         write(temporary)
         if info is not None:
             _write_manifest(temporary, info)
-            for path in {*_files(folder)} - written(folder):  # of the user's
+            for path in {*_files(folder)} - written(folder):  # files that the user added
                 place = temporary / path.relative_to(folder)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 if not place.exists():
@@ -77,9 +77,9 @@ def _sync(path: Path) -> None:
 
 
 def foreign(folder: Path) -> str | None:
-    """That a checkpoint's format is not this program's; None where it is."""
+    """A message where a checkpoint has another format than this program's; else None."""
     try:
-        written = read_json(folder / MANIFEST).get("format", 1)  # the first had no number
+        written = read_json(folder / MANIFEST).get("format", 1)  # the first format had no number
     except (OSError, ValueError, AttributeError):
         return None
     if written == FORMAT:
@@ -136,8 +136,8 @@ def resolve(asked: str, root: Path) -> Path | None:
     """The folder `resume_from_checkpoint` means: "latest" of `root` (None where there is none), or
     a path anywhere.
 
-    A newest one of another format is refused, not skipped: an older one would throw away what it
-    holds."""
+    If the newest checkpoint has another format, it is refused, not skipped: to resume from an older
+    one would lose the newest one's steps."""
     if asked == "latest":
         newest = steps(root)[-1:]
         if newest and (other := foreign(newest[0])) is not None:
@@ -164,7 +164,7 @@ def rotate(root: Path, limit: int | None, keep: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint; files of the user's in it stay."""
+    """Delete a checkpoint; files in it that the user added stay."""
     ours = written(folder)
     if len(ours) == len(_files(folder)):
         shutil.rmtree(folder, ignore_errors=True)
@@ -173,8 +173,8 @@ def remove(folder: Path) -> None:
 
 
 def written(folder: Path) -> set[Path]:
-    """The files of a checkpoint that its manifest names; all, where that is lost and a state is
-    there."""
+    """The files of a checkpoint that its manifest names. Where the manifest is lost: all files if
+    there is a state, else none."""
     files = _files(folder)
     try:
         named = {*read_json(folder / MANIFEST)["files"], MANIFEST}
@@ -207,7 +207,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def explain_mismatch(folder: Path | str, name: str) -> AbstractContextManager[None]:
-    """A state of other shapes or parts than this run's is one line, not a traceback."""
+    """Turn the error of a state that does not fit this run into one line, without a traceback."""
     wrong = f"{folder}: the state of {name!r} does not fit this run"
     kinds = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
     return user_errors(wrong, "resume with its config.yaml and data", kinds)

@@ -30,7 +30,7 @@ from silentbad.settings.train import KIND, WRITTEN, TrainConfig
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 
 
-SAVED = "saved"  # in a row of timings.jsonl: why a checkpoint was written
+SAVED = "saved"  # key in a row of timings.jsonl: why a checkpoint was written
 
 
 class RunFolder:
@@ -50,13 +50,13 @@ class RunFolder:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """No other run writes into the folder inside. Collective."""
+        """Inside this context no other run writes into the folder. Collective."""
         with ExitStack() as held:
             self.on_main(lambda: held.enter_context(owned.claimed(self.path, KIND)))
             yield
 
     def on_main(self, work: Callable[[], Any]) -> None:
-        """Do work on the main process; where it refuses, every process raises that. Collective."""
+        """Do work on the main process; its UserError is raised on every process. Collective."""
         refusal: list[str | None] = [None]
         if self.is_main:
             try:
@@ -67,7 +67,7 @@ class RunFolder:
             raise UserError(answer)
 
     def writing(self, what: str) -> AbstractContextManager[None]:
-        """A disk that is full, gone or read-only while `what` is written is one line."""
+        """Report a disk that is full, gone or read-only while `what` is written, in one line."""
         return writing(f"output_dir {self.path}", what)
 
     def resumed(self, say: Callable[[str], None]) -> Path | None:
@@ -83,7 +83,7 @@ class RunFolder:
         step = read_json(start / checkpoint.MANIFEST)["step"]
         later = [p for p in checkpoint.steps(self.checkpoints) if checkpoint.number(p) > step]
         if whole := [p.name for p in later if checkpoint.problem(p) is None]:
-            raise UserError(  # those of two branches would stand side by side
+            raise UserError(  # checkpoints of two branches would lie in one folder
                 f"resume_from_checkpoint {start}: {self.checkpoints} holds later ones "
                 f"({', '.join(whole)}), which would mix with what follows; give another "
                 f"output_dir, or remove them"
@@ -91,8 +91,8 @@ class RunFolder:
         return start
 
     def _refuse_other_run(self, resuming: bool) -> None:
-        """Refuse a folder that holds a run, unless it is to be overwritten, and one that holds
-        what no run wrote.
+        """Refuse a folder that holds a run, unless it is to be overwritten, and a folder with
+        files that no run wrote.
 
         A run that was killed before its first checkpoint holds nothing to keep: resuming it starts
         it anew."""
@@ -108,7 +108,7 @@ class RunFolder:
         self.outdated = WRITTEN if runs_files(self.config) else ()
 
     def open(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Make the folder, delete the run it replaces, and write what this one is."""
+        """Make the folder, delete the run it replaces, and write this run's config and facts."""
         if not self.is_main:
             return
         with self.writing("its config.yaml"):
@@ -127,7 +127,7 @@ class RunFolder:
             (self.path / "run.json").write_text(json.dumps(facts, indent=1))
 
     def log(self, row: dict[str, Any], name: str = "metrics.jsonl") -> None:
-        """Append one row. What the clock says goes elsewhere: a resume repeats metrics.jsonl."""
+        """Append one row. Wall times go to another file: a resume must repeat metrics.jsonl."""
         if self.is_main:
             lost = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
             row = row | dict.fromkeys(lost)
@@ -148,7 +148,8 @@ class RunFolder:
             return None
 
     def truncate(self, step: int, validated: bool) -> None:
-        """Drop what a resumed run writes again: rows after `step`, and its validation."""
+        """Drop the rows that a resumed run writes again: those after `step`, and the validation at
+        `step` unless it is `validated`."""
         if not self.is_main or not self.metrics.exists():
             return
 
@@ -165,7 +166,7 @@ class RunFolder:
             replace_text(self.metrics, "".join(f"{line}\n" for line in filter(goes_on, written)))
 
     def asked(self, name: str) -> bool:
-        """Whether the trigger file SAVE or VALIDATE was put into the folder; it is taken away."""
+        """Whether the trigger file SAVE or VALIDATE is in the folder; it is then removed."""
         trigger = self.path / name
         if not self.is_main or not trigger.exists():
             return False
@@ -206,7 +207,8 @@ def facts(device: torch.device, world: int) -> dict[str, Any]:
 
 
 def stamped(config: TrainConfig) -> TrainConfig:
-    """With stamp_output_dir the configuration of output_dir/TIME_SUFFIX, on every process."""
+    """The configuration; with stamp_output_dir its output_dir becomes output_dir/TIME_SUFFIX, the
+    same on every process."""
     if not config.stamp_output_dir:
         return config
     PartialState()

@@ -1,8 +1,8 @@
-"""What a checkpoint and the run that takes it up must have in common: settings, targets, records,
+"""The facts that a checkpoint and the run that resumes it must share: settings, targets, records,
 base, embedder.
 
-A curve of which one half was measured against another target, or trained at another rate, says
-nothing; so the facts of a run stand in each checkpoint, and a run whose facts differ is refused.
+A recovery curve means nothing if its target or learning rate changed halfway. So each checkpoint
+holds the facts of its run, and a run whose facts differ is refused.
 `FREE` are the flags that may change."""
 
 import hashlib
@@ -68,7 +68,7 @@ FREE = {
         "allow_target_images",
     ),
 }
-# Compared by what they lead to, not by their names: a folder may move.
+# Compared by the content that they name, not by the name: a folder may move.
 BY_CONTENT = (
     "pretrained_model_name_or_path",
     "train_data_dir",
@@ -83,9 +83,9 @@ HELD_OUT = "held-out records"
 TABLES = "prior tables"
 NULLS = "null pictures"
 CODE = "the file of "  # of the user's own code
-# that say no more than "changed"
+# facts whose difference is reported as "changed" alone
 DIGESTS = ("base", "records", BUNDLED, HELD_OUT, TABLES, NULLS)
-# Compared as their product, with the number of processes.
+# Compared as one product together with the number of processes: the effective batch.
 BATCH = ("train_batch_size", "gradient_accumulation_steps")
 
 
@@ -123,7 +123,7 @@ def facts(
     for target in targets:
         masks = [None if mask is None else content_hash(mask) for mask in target.masks]
         scored = [content_hash(target.image), masks, target.phrases, target.composed_prompt]
-        words = [target.description, target.paraphrases]  # that only controls and nulls ask for
+        words = [target.description, target.paraphrases]  # which only controls and nulls use
         of_run[f"target {target.target_id!r}"] = _digest(scored)
         of_run[f"target {target.target_id!r}, {WORDS}"] = _digest(words)
     may_be_bundled = config.validation.embedder in ("auto", "copy", "micro")
@@ -133,7 +133,7 @@ def facts(
 
 
 def _tables(options: Any) -> list[str]:
-    """The tables that options of scale rules name, also of rules inside others."""
+    """The tables that the options of scale rules name, nested rules included."""
     if not isinstance(options, dict):
         return []
     inner = [table for value in options.values() for table in _tables(value)]
@@ -142,14 +142,14 @@ def _tables(options: Any) -> list[str]:
 
 # ---------------------------------------------------------------- digests
 def weights_digest(name: str) -> str:
-    """A digest over a local file or folder of weights; the name itself of what is on the Hub."""
+    """A digest over a local file or folder of weights; for weights on the Hub, their name."""
     root = Path(name)
     if not root.exists():
         return name
     files = [root]
     if not root.is_file():
         files = sorted(p for p in root.rglob("*") if p.suffix in READ and p.is_file())
-    # of a pipeline what is read: no other format of it, no safety checker
+    # of a pipeline only the files that are read: no other format, no safety checker
     if (root / "model_index.json").is_file():
         beside = {p for p in files if p.parent == root and p.suffix != ".json"}
         beside |= {p for p in files if p.parent == root / "safety_checker"}
@@ -198,7 +198,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Each fact that differs; one that a checkpoint does not know was at its default."""
+    """A line for each fact that differs; a setting that the checkpoint lacks had its default."""
     defaults = json.loads(json.dumps(flat(asdict(TrainConfig())), default=str))
     then = {name: value for name, value in defaults.items() if name in now} | then
     lines = []
