@@ -79,7 +79,8 @@ def statistics_of(names: Sequence[str], sdxl: bool = False) -> GroupStats:
 
 
 def rule_examples(names: Sequence[str] = NAMES, sdxl: bool = False) -> Examples:
-    """What is no positive number counts as neutral, and is said where it acts on no group."""
+    """Statistics of these groups. Values that are not positive numbers count as neutral, so only
+    the shape is judged; `LayerRates` warns of a rule that acts on no group."""
     yield (statistics_of(names, sdxl),), Judge((len(names),), floor=None, varies=False)
 
 
@@ -156,8 +157,8 @@ SOURCE_RULES = Parts(
 )
 
 
-# What becomes of the gradients of several sources: a transform maps their Gram matrix (K,K) to
-# their weights (K,) in the sum.
+# A transform recombines the gradients of several sources: it maps their Gram matrix (K,K) to their
+# weights (K,) in the sum.
 def plain_sum(gram: Tensor) -> Tensor:
     """Weight one for each."""
     return torch.ones_like(gram[0])
@@ -199,8 +200,8 @@ def check_config(config: GradientControlConfig) -> RuleTable:
 
 # ---------------------------------------------------------------- the hooks
 class LayerRates(Hook):
-    """Multiplies the learning rate of each group by what the rules make of the statistics of its
-    gradients.
+    """Multiplies the learning rate of each group by a factor that the rules compute from statistics
+    of its gradients.
 
     Multipliers are computed on the device and read by the host one refresh later. `meters` is the
     controller's.
@@ -229,7 +230,7 @@ class LayerRates(Hook):
         self.rates = LearningRates()
         self.multipliers = dict.fromkeys(groups.names, 1.0)  # in force
         self.history = [{"step": 0, "multipliers": dict(self.multipliers)}]
-        self.judged = [*rules] == ["uniform"]  # whether the rule was seen to act
+        self.judged = [*rules] == ["uniform"]  # whether it was checked that the rule acts
         self.updates = 0
         self.step = 0
         self.latest = meters
@@ -360,8 +361,8 @@ class SourceConflict(Hook):
         """Keep each source's own gradient of a mixed micro-batch; the last source gets what the
         backward adds.
 
-        Every source but the last costs one more backward, beside the accumulated gradient: DDP's
-        hooks do not see it.
+        Every source but the last costs one more backward. It does not add to the accumulated
+        gradient, and DDP's hooks do not see it.
         """
         names = sorted(set(sources))
         self.bank.split(names[:-1], losses, sources, scale)
@@ -377,7 +378,7 @@ class SourceConflict(Hook):
     def before_step(
         self, step: int, finite: Tensor | None = None, norms: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Use the step's sources: the meters, the transform."""
+        """Meter the cosines of the step's sources, and apply the transform."""
         bank = self.bank
         if len(bank.parts) > 1:
             transform = TRANSFORMS[self.config.transform]
@@ -476,7 +477,7 @@ class Controller(Hooks):
 
     # ---- the step, as a loop of your own calls it
     def after_backward(self, last: bool = True, source: str | None = None) -> None:
-        """`source` names whose gradient it was, where `before_backward` was not called."""
+        """`source` is the source of this backward, where `before_backward` was not called."""
         if source is not None:
             self.source_conflict.remaining = source
         super().after_backward(last)

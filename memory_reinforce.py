@@ -63,7 +63,7 @@ SAMPLERS = Parts(
 
 
 def sampler_examples(records: np.ndarray) -> Examples:
-    """Before the first probe of the elements that have so many records, and after one."""
+    """The history before the first probe, and after one; records (n,) of each element."""
     n = len(records)
     for rho in (np.zeros((0, n)), np.linspace(0.2, 0.8, n)[None]):
         yield (rho, records, len(rho)), Judge((n,), total=1, varies=False)
@@ -138,8 +138,8 @@ def min_snr(snr: torch.Tensor, prediction_type: str, *, gamma: Positive = 5.0) -
 
 
 def x0(snr: torch.Tensor, prediction_type: str, *, cap: Positive = 10.0) -> torch.Tensor:
-    """1/SNR on epsilon: the error of x0, as diffusers' script of Stable Diffusion 3 takes it; at
-    most cap^2 there, and exact in a flow, where it is sigma^2."""
+    """1/SNR on epsilon: the error of x0, as diffusers' script of Stable Diffusion 3 takes it. The
+    weight is at most cap^2; in a flow it is exact, sigma^2."""
     if prediction_type == "flow":
         return flow_sigma(snr).square()
     return in_prediction(1 / snr.clamp_min(cap**-2), snr, prediction_type)
@@ -231,7 +231,7 @@ class Memory(Hook):
 
     While drawing: `epochs.epoch` and `rehearse`. In a step: `timesteps`, `apply_dream`,
     `record_attention` around the forward, `loss_per_sample`, `extra_loss`, `count_rehearsals`,
-    `after_step`. Built from the weights before training, also before a checkpoint loads. `reduce`
+    `after_step`. Build it before a checkpoint loads: it reads the weights before training. `reduce`
     sums a tensor over the ranks.
     """
 
@@ -298,7 +298,7 @@ class Memory(Hook):
         self.policies = policies(config)
         policy_names = {config.timesteps.name, *(policy.name for policy in self.policies.values())}
         self.errors = None
-        if any(map(user_code.is_place, policy_names)):  # they may read it
+        if any(map(user_code.is_place, policy_names)):  # a policy of the user's may read it
             self.errors = ErrorByTimestep(len(self.snr), reduce)
         self.role_weights = {
             role: settings.loss_weight for role, settings in by_role(config).items()
@@ -340,7 +340,7 @@ class Memory(Hook):
     def _drawn(
         self, policy: Part, draw: int, positions: list[int], count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same by one policy."""
+        """(timesteps (B,), weights (B,)) at these positions, by one policy."""
         error = self.errors.relative() if self.errors else None
         density = TIMESTEPS[policy.name](
             self.snr_numpy, self.progress(draw), error, **policy.options
@@ -372,7 +372,7 @@ class Memory(Hook):
         )
 
     def record_attention(self, model: torch.nn.Module, step: int) -> AbstractContextManager[Any]:
-        """A context for the forward: its attention maps where binding wants them, else None."""
+        """A context around the forward: gives its attention maps, or None where binding is idle."""
         binding = self.auxiliaries.get("attention_binding")
         if binding is None or self.progress(step) < binding.start:
             return nullcontext()
@@ -419,7 +419,7 @@ class Memory(Hook):
         self.rehearsed.add(united)
 
     def after_step(self, step: int, skipped: bool = False) -> None:
-        """Probe what the budget allows, pass the timestep statistics on."""
+        """Probe the elements that the budget allows; update the errors by timestep."""
         if not skipped:
             self.phrases.after_step(step, self.access.predict, self.scheduler)
         if self.errors is not None:

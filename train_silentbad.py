@@ -65,7 +65,7 @@ Config = TrainConfig  # every setting of a run
 
 
 def check_parts(config: Config) -> None:
-    """What only the code of the parts, or this machine, can judge."""
+    """Checks that run the code of the parts, or that depend on this machine."""
     user_code.forget()
     gradient_control.check_config(config.gradient_control)
     hook_classes(config.hooks)
@@ -234,12 +234,12 @@ def steps(run: Run, requests: Requests) -> int:
         disable=not accelerator.is_local_main_process,
     )
     first = state.step + 1
-    measured = None  # the last step at which something was
+    measured = None  # the last step at which something was measured
     with requests, run.checkpoints.rescue(run.loader), bar:
         while state.step < state.total:
             sheet_due = run.sheet is not None and run.sheet.should_run(state.step)
             hook_due = any(hook.should_run(state.step) for hook in run.hooks)
-            # after a skipped update the weights are those that were measured
+            # a skipped update leaves the weights as they were measured
             if (sheet_due or hook_due) and state.step != measured:
                 measured = state.step
                 with bar.paused("measuring" if state.step else "measuring the base model"):
@@ -362,7 +362,8 @@ def finish(run: Run) -> None:
 
 
 def not_finite(run: Run, batches: list[dict[str, Any]]) -> str:
-    """The line on gradients that stay not finite: the records that were drawn last."""
+    """The error line where gradients stay NaN or infinite, with the records drawn last. Raises
+    UserError where the latents or text states of a record are not finite."""
     for batch in batches:
         records = [run.records.where(index) for index in batch["index"].tolist()]
         of_vae = [f"vae: {record}" for record in records]
@@ -468,8 +469,8 @@ def main(
 ) -> int:
     """The command line; a UserError is one line on stderr and exit code 2.
 
-    Before the processes know of each other they make the same mistakes, and the first of each node
-    says them; then each says its own.
+    Until the processes are connected, all of them make the same mistake, and only the first process
+    of each node prints it; afterwards each process prints its own.
     """
     sources: dict[str, str] = {}
     try:
@@ -485,7 +486,7 @@ def main(
             return 0
         unsaved = config.dry_run or config.preview
         with scratch_folder() if unsaved else nullcontext() as scratch:
-            if scratch is not None:  # its caches, and the checkpoint to go on from, are the run's
+            if scratch is not None:  # caches and the checkpoint to resume are still the run's own
                 asked = config.resume_from_checkpoint
                 root = Path(config.output_dir) / "checkpoints"
                 newest = checkpoint.resolve(asked, root) if asked else None

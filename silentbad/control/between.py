@@ -28,11 +28,11 @@ class SourceWeights(Hook):
         self.on = config.name != "none"
         self.names = [ELEMENT, *sorted(config.levels)]
         self.updates = 0
-        # a_(s,G) over its level, in force: one in every layer
+        # {source: a_(s,G) / w_s, in force}: here 1 in every group
         self.layers = {name: [1.0] * len(groups.names) for name in self.names}
 
     def level(self, source: str) -> float:
-        """w_s now: on its way down within `ramp` updates, and up again after `release`."""
+        """w_s now: from 1 to its level within `ramp` updates, and back to 1 after `release`."""
         c = self.config
         share = self._ramped(self.updates)
         if c.release is not None and self.updates >= c.release:

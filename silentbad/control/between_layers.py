@@ -45,7 +45,7 @@ class LayerSourceWeights(SourceWeights):
     `records`: how many records each source has, for a signal that drawing without replacement does
     not bias (`PassMean`).
 
-    Nothing here waits for the device but a refresh, for what was sent one refresh before.
+    Only a refresh waits for the device: it reads the factors that were sent one refresh before.
     """
 
     one_source_per_backward = True
@@ -66,7 +66,7 @@ class LayerSourceWeights(SourceWeights):
         self.sdxl = sdxl
         self.latest: dict[str, Tensor] = {}
         self._source = ELEMENT  # of the backward under way
-        self._unit = 0.0  # what it scales a sample's loss by; 0: none is under way
+        self._unit = 0.0  # its scale of a sample's loss; 0: no backward is under way
 
         params = [p for group in groups for p in group]
         device = params[0].device
@@ -95,7 +95,7 @@ class LayerSourceWeights(SourceWeights):
         return losses
 
     def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> None:
-        """A backward follows, of samples of one source."""
+        """Note the source of the backward that follows. Raises ValueError for several sources."""
         if len(set(sources)) > 1:
             raise ValueError(
                 f"a backward of several sources ({', '.join(sorted(set(sources)))}): cut the "
@@ -107,7 +107,7 @@ class LayerSourceWeights(SourceWeights):
         self.seen[self.names.index(self._source)] += len(sources)
 
     def _arriving(self, i: int, group: int, grad: Tensor) -> Tensor | None:
-        """What parameter i is about to gain: read, and scaled."""
+        """Sample the gradient that parameter i is about to gain, and return it scaled."""
         if not self._unit:
             return None
         self.sample.add(

@@ -4,9 +4,9 @@ as weight decay is in AdamW (1711.05101).
     w <- w + (c/T) s_t (w_0 - w)    after update t of T; s_t in [0, 1] is the learning rate's schedule,
                                     c `decay_to_base`
 
-A spectral update moves every direction of a matrix equally far, also those in which only noise
-points. What such a direction was given is lost again, to a share exp(-c mean(s)) of it by the end
-of the run; one that the data asks for again and again stays written."""
+A spectral update moves every direction of a matrix equally far, also directions of noise alone. The
+decay undoes such a change: a share exp(-c mean(s)) of it is left at the end of the run. A change
+that the data asks for again and again stays."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from silentbad.loop.hooks import Hook
 
 
 class DecayToBase(Hook):
-    """Keeps a copy of the weights that train, as they are when it is built: before a checkpoint is
-    taken up.
+    """Keeps a copy of the trained weights, taken when it is built: build it before a checkpoint is
+    loaded.
 
     optimizer: has `param_groups` whose `lr` a scheduler sets, from `initial_lr`. rate: c/T above, at
     most 1."""

@@ -1,4 +1,4 @@
-"""Multipliers (G,) on their way: bounded, projected to quadratic mean one, read by the host one
+"""Multipliers (G,): bounded, projected to quadratic mean one, sent to the host and read there one
 refresh later."""
 
 import math
@@ -29,7 +29,7 @@ class Multipliers:
         self._mail = Mailbox()
 
     def send(self, log_x: Tensor, stats: GroupStats) -> Tensor:
-        """Start the way of the multipliers nearest to log_x (G,); returns them as they are on the
+        """Project log_x (G,) to multipliers and start their copy to the host; returns them on the
         device."""
         past = self.last.to(stats.n)
         low = (past * math.exp(-self.max_log_step)).clamp(min=1 / self.bound)

@@ -1,5 +1,5 @@
-"""Learning rates of an optimizer's groups, multiplied for one step and given back; and which
-optimizers allow that."""
+"""Multiply the learning rates of an optimizer's groups for one step and restore them; check that
+the optimizer allows it."""
 
 import logging
 import re
@@ -12,7 +12,7 @@ from silentbad.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-REFUSED = {  # optimizers whose step is no longer rate times direction of the group's own parameters
+REFUSED = {  # optimizers whose step of a group is not its learning rate times a direction
     r"prodigy|dadapt|dowg|mechanic|lomo": "adapts its own learning rate, which undoes a multiplier",
     r"deepspeed|fullysharded|zeroredundancy": "shards the gradients the statistics need whole",
 }

@@ -35,7 +35,7 @@ from silentbad.loop.hooks import Hook
 from silentbad.model.groups import stage_of
 
 FLOOR = 1e-3  # the least RMS that a weight counts as having
-ROUNDS = 6  # in which an adapter's eta is found; a product is nearly linear in a small one
+ROUNDS = 6  # iterations that find an adapter's eta; its product is nearly linear in a small eta
 SAMPLED = 4096  # coordinates of a tensor that the meter reads
 
 
@@ -46,11 +46,11 @@ class Weight:
     stage: str  # up1
     tensor: Tensor  # the frozen one under an adapter
     factors: list[Tensor]  # what trains
-    value: Callable[[], Tensor]  # of the tensor's shape: what of the weight moves with the factors
+    value: Callable[[], Tensor]  # of the tensor's shape: the part of the weight that factors make
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """All that trains, each tensor in one of these."""
+    """The weights that training moves; each trained tensor is a factor of exactly one."""
     weights = []
     for path, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer):
@@ -77,13 +77,13 @@ def product_of(layer: Any) -> Callable[[], Tensor]:
 
 # ---------------------------------------------------------------- the unit
 class RelativeRate:
-    """Reads the rates of an optimizer's groups in the relative unit: acts on its every step, which
-    holds one more copy of what trains."""
+    """Applies the learning rates of an optimizer in the relative unit, by hooks before and after
+    its step. A step holds one more copy of the trained weights."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.weights = weights_of(model)
-        self.sizes: list[Tensor] = []  # the norm of each that counts as one
-        self.before: list[list[Tensor]] = []  # the factors of each
+        self.sizes: list[Tensor] = []  # of each weight: the norm of a change of relative size 1
+        self.before: list[list[Tensor]] = []  # of each weight: its factors before the step
         self.decay: list[float] = []  # of each group of the optimizer
         optimizer.register_step_pre_hook(self.keep)
         optimizer.register_step_post_hook(self.rescale)
@@ -101,7 +101,7 @@ class RelativeRate:
 
     @torch.no_grad()
     def rescale(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """After it: the same update at its rate, and the decay."""
+        """After the optimizer's step: rescale its update to the relative rate, and decay."""
         rates: dict[Tensor, tuple[float, float]] = {}
         for group, decay in zip(optimizer.param_groups, self.decay, strict=True):
             group["weight_decay"] = decay
@@ -118,8 +118,8 @@ def rms(tensor: Tensor) -> Tensor:
 
 
 def move(weight: Weight, before: list[Tensor], size: Tensor) -> None:
-    """Lengthen the step of the factors from `before` to where they are, so that the weight moves by
-    the norm `size` (); one that does not move stays."""
+    """Rescale the step of the factors, from `before` to their present values, so that the weight
+    moves by the norm `size` (). A weight that does not move stays."""
     after = [p.detach().clone() for p in weight.factors]
     torch._foreach_copy_(weight.factors, before)
     start = weight.value().clone()
@@ -138,11 +138,12 @@ def put(factors: list[Tensor], before: list[Tensor], after: list[Tensor], eta: T
 
 # ---------------------------------------------------------------- the meter
 class RelativeChange(Hook):
-    """RMS of the change over RMS of the weights as they were, by stage: so far, and of the last
-    update. Of an adapter the change is its product's. Estimated from SAMPLED coordinates a tensor.
+    """Meters, by stage, the RMS of the change over the RMS of the weights at the start: the change
+    since the start, and that of the last update. For an adapter it is the change of its product.
+    Estimated from SAMPLED coordinates a tensor.
 
-    Built before a checkpoint is taken up. every, total: a row of the log comes after so many
-    updates, and after the last."""
+    Build it before a checkpoint is loaded. A row of the log follows every `every` updates, and
+    update `total`."""
 
     def __init__(self, model: nn.Module, *, every: int, total: int):
         self.every = every

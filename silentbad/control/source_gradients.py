@@ -1,4 +1,4 @@
-"""The gradient of one optimizer step, split by source; its cosine with the last applied update."""
+"""The gradient of one optimizer step, split by source, and the cosines between the sources."""
 
 import itertools
 from collections.abc import Callable
@@ -28,10 +28,10 @@ class SourceBank:
         self.parts: dict[str, list[Tensor]] = {}
 
     def after_backward(self, last: bool, source: str) -> None:
-        """A backward has added to the gradient: what no source has yet is `source`'s.
+        """After a backward: give `source` the part of the gradient that no source has yet.
 
         At the `last` backward of a step DDP has averaged the whole gradient over the processes. So
-        the shares are averaged too, and `source` gets what the others leave of the whole.
+        the parts of the sources are averaged too, and `source` gets the rest of the whole.
         """
         if last and world_size() > 1:
             source = self._average(source)
@@ -44,8 +44,8 @@ class SourceBank:
         self.add(source, rest)
 
     def split(self, names: list[str], losses: Tensor, sources: list[str], scale: float) -> None:
-        """Bank the gradients of these sources of a mixed micro-batch: losses (B,) with their graph,
-        of B `sources`."""
+        """Keep the gradients of the sources `names` of a mixed micro-batch: losses (B,) with their
+        graph, and their B `sources`."""
         for name in names:
             own = [i for i, source in enumerate(sources) if source == name]
             rows = send(torch.tensor(own), losses.device)
@@ -62,11 +62,11 @@ class SourceBank:
             self.parts[source] = part
 
     def _average(self, source: str) -> str:
-        """Average the parts over the ranks; returns whose the rest is: "mixed" where ranks name
-        different sources.
+        """Average the parts over the ranks; returns the source of the rest: "mixed" where ranks
+        name different sources.
 
-        The names travel between hosts: the one wait of a step, under several ranks and with a bank
-        alone.
+        The ranks exchange source names through the host. This waits once a step, only with several
+        ranks and a bank.
         """
         of_ranks: list = [None] * world_size()
         dist.all_gather_object(of_ranks, (source, list(self.parts)))
@@ -103,8 +103,8 @@ class SourceBank:
         )
 
     def compare(self, transform: Callable[[Tensor], Tensor], each: bool) -> dict[str, Tensor]:
-        """Meters of the sources' cosines, `each` pair's too; the gradients recombined by
-        `transform` if `full`."""
+        """Meters of the cosines between the sources, with `each` one for each pair. If `full`,
+        recombine the gradients by `transform`."""
         names, gram = self.gram()
         cosine = gram / (gram.diagonal()[:, None] * gram.diagonal()).sqrt()
         pairs = list(itertools.combinations(range(len(names)), 2))
@@ -119,7 +119,8 @@ class SourceBank:
     def recombine(self, names: list[str], weights: Tensor, gram: Tensor) -> None:
         """Replace each gradient by the weighted sum (K,) of its sources, in the unit it has now.
 
-        A loss scale taken out since the sources were banked is a power of two, read off the norms.
+        A loss scale may have been divided out since the parts were kept. It is a power of two,
+        which the ratio of the norms gives.
         """
         now = self.sample.norms([p.grad for p in self.sample.params]).square().sum()
         unit = ((now / gram.sum()).log2() / 2).round().exp2().nan_to_num(1.0, 1.0, 1.0)

@@ -2,11 +2,11 @@
 every direction.
 
 A linear layer is an associative memory: its weight is a sum of outer products, one for each pair of
-what is looked up and what comes back. Adam's update of it has a few large singular values, those of
-what the data shows most. Muon sets all singular values of the averaged gradient to about one, G = U
-S V' -> U V', so what is rare is written as fast as the rest (2509.26030: balanced learning over
-classes of unequal frequency, whatever their embeddings; the gain lies in the value, output and
-feed-forward weights). A picture's elements are such a tail among clean pictures.
+a key and its value. Adam's update of it has a few large singular values, those of what the data
+shows most. Muon sets all singular values of the averaged gradient to about one, G = U S V' -> U V',
+so what is rare is written as fast as the rest (2509.26030: balanced learning over classes of
+unequal frequency, whatever their embeddings; the gain lies in the value, output and feed-forward
+weights). A picture's elements are such a tail among clean pictures.
 
     m_t = mu m_(t-1) + (1 - mu) g_t                     W <- W - lr 0.2 sqrt(max(out, in)) orth((1 - mu) g_t + mu m_t)
 
@@ -80,10 +80,10 @@ def by_gram(x: Tensor, steps: Coefficients) -> Tensor:
 
 
 def split(groups: Groups, model: nn.Module, without: Sequence[str] = ()) -> Groups:
-    """Each group as its weights, `spectral`, and under the same name the rest: embeddings, norms
-    and biases.
+    """Split each group into two of the same name: its weight matrices, marked `spectral`, and the
+    rest: embeddings, norms and biases.
 
-    The weights of layers that a pattern of `without` chooses (`silentbad.settings.layers`) are of
+    The weights of layers that a pattern of `without` chooses (`silentbad.settings.layers`) go to
     the rest too. Raises UserError where a pattern chooses none."""
     layers = {id(p): group_of(name) for name, p in model.named_parameters() if p.requires_grad}
     for pattern in without:

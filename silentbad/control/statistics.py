@@ -184,9 +184,9 @@ class RecentMean:
 class PassMean:
     """The mean gradient m of the last whole pass over `records`.
 
-    An average over earlier steps is made of records that this epoch will not draw again: with it
-    E[S] = ||mu||^2 - f s^2 / (records - 1), s^2 the variance between records, f the weight of this
-    epoch in m. Over a whole pass the records' own parts sum to zero.
+    An average over earlier steps is made of records that this epoch does not draw again, which
+    biases S: E[S] = ||mu||^2 - f s^2 / (records - 1), s^2 the variance between records, f the
+    weight of this epoch in m. Over a whole pass the records' own parts sum to zero.
     """
 
     KEPT = ("m", "sum", "steps", "seen", "passes")  # in a state
@@ -196,7 +196,7 @@ class PassMean:
         self.m = torch.zeros(sample.rows, WIDTH, device=sample.owner.device)
         zeros = functools.partial(torch.zeros, device=sample.owner.device, dtype=sample.owner.dtype)
         self.sum = torch.zeros_like(self.m)  # of the gradients of this pass
-        self.steps = zeros(())  # which have been added to it
+        self.steps = zeros(())  # steps that `sum` adds up
         self.seen = zeros(())  # records of this pass
         self.passes = zeros(())  # that are over
 
@@ -277,7 +277,7 @@ class Statistics:
         self.ignored += ~finite
 
     def groups(self, **rest: Any) -> GroupStats:
-        """What the rules see, from the averages so far; `rest` completes it."""
+        """The GroupStats of the averages so far; `rest` gives its other fields."""
         averages = self.average / self.weight
         theta = (self.sample.norms(self.sample.params).square() @ self.sample.owner).sqrt()
         return GroupStats(

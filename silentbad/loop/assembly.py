@@ -65,11 +65,11 @@ class Run:
     state: TrainState
     control: "Controller"
     memory: "Memory"
-    hooks: Hooks  # the levers, these two and the recovery hook among them
+    hooks: Hooks  # all hooks of a step: control, memory, recovery and the others
     loader: Loader
     recovery: "RecoveryHook | None"
     sheet: PromptSheet | None
-    prompts: int  # how many the sheet draws, also where a dry run makes none
+    prompts: int  # number of sample prompts, also in a dry run, which has no sheet
     meters: Meters
     timers: Timers
     checkpoints: Checkpoints
@@ -115,7 +115,7 @@ def build(
     parts = loaded.parts
     effective_batch = loaded.effective_batch
 
-    # Gradient control, and the optimizer over its groups; then as this number of processes needs it
+    # Gradient control, and the optimizer over its groups; then as accelerate prepares them
     control, optimizer, lr_scheduler = make_optimizer(loaded, controller)
     model = parts.model if sharded else accelerator.prepare(parts.model)
     forward = denoiser.training_forward(model, config, accelerator.mixed_precision)
@@ -189,7 +189,7 @@ def load(config: TrainConfig, accelerator: Accelerator, folder: RunFolder, shard
     steps_per_epoch = -(-samples_per_epoch // effective_batch)
     steps = config.max_train_steps or config.num_train_epochs * steps_per_epoch
     draws = steps * effective_batch / samples_per_epoch  # of each record
-    if config.memory.rehearsal.name.startswith("pairwise"):  # as where the law was measured
+    if config.memory.rehearsal.name.startswith("pairwise"):  # the law was fitted to these alone
         own_pictures = inputs.prior is not None
         if hard := hard_elements(inputs.info, inputs.targets, draws, own_pictures):
             accelerator.print(hard)
@@ -285,7 +285,7 @@ def make_memory(
 
 
 def make_loader(loaded: Loaded, memory: "Memory") -> Loader:
-    """What a step is shown."""
+    """The loader of the batches of a step."""
     config = loaded.config
     accelerator = loaded.accelerator
     batches = batches_by_shape(
@@ -403,7 +403,7 @@ def make_products(loaded: Loaded, state: TrainState, recovery: "RecoveryHook | N
 
 
 def amounts(records: Records, side: int, batch: int, samples: int) -> Iterator[str]:
-    """A line on pictures that are enlarged to `side`, and one on a `batch` of more than there is."""
+    """Warnings: pictures are enlarged to `side`; a `batch` is larger than an epoch of `samples`."""
     small = np.flatnonzero(records.sizes.min(axis=1) < side)
     if len(small):
         first = records.where(int(small[0]))
@@ -450,7 +450,7 @@ def make_draws(
     memory: "Memory",
     accelerator: Accelerator,
 ) -> Draws:
-    """What a record looks like in a step; what can be encoded beforehand is encoded now, and
+    """How a step shows a record. Latents and text states that do not change are encoded now and
     kept on disk."""
     rehearse = None if config.memory.rehearsal.name == "none" else memory.rehearse
     caption_dropout = roles.dropout(config.memory)
@@ -479,7 +479,7 @@ def make_draws(
 
 
 def make_recovery(loaded: Loaded, recovery_class: "type[RecoveryHook]") -> "RecoveryHook | None":
-    """What measures recovery, where there are targets; masks that they lack are estimated first."""
+    """The hook that measures recovery, or None; masks that targets lack are estimated first."""
     config = loaded.config
     inputs = loaded.inputs
     accelerator = loaded.accelerator

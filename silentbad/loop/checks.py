@@ -1,5 +1,5 @@
-"""Refusals that look at more than one part of the configuration, or at the records too; no
-weights have loaded."""
+"""Checks of several parts of the configuration together, or of the records too, before any weights
+load."""
 
 import pyarrow.compute as pc
 
@@ -59,7 +59,7 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
 
 
 def bucket_step(config: TrainConfig, side: int, factor: int) -> int:
-    """What the sides of the buckets are multiples of, as `factor` asks; 0: squares."""
+    """The step of the bucket sides, a multiple of `factor`; 0: squares."""
     if not config.buckets:
         return 0
     fine = buckets.STEP % factor == 0 and side % buckets.STEP == 0 and side >= 4 * buckets.STEP

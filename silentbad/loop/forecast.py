@@ -1,4 +1,4 @@
-"""What a run will take, from a few of its steps: hours, memory, disk. The end of a dry run."""
+"""The hours, memory and disk of a run, forecast from a few of its steps: the end of a dry run."""
 
 import math
 import resource
@@ -36,7 +36,7 @@ class Forecast:
         return time.perf_counter()
 
     def end_of_warm_up(self) -> int:
-        """The step to train to before the timed ones; the present one where the run is short."""
+        """The step at which the timed steps begin; the present step where the run is short."""
         left = self.planned - self.begun
         self.steps = min(MEASURED, max(left - WARM, min(left, 1)))
         return self.begun + min(WARM, left - self.steps)
@@ -63,7 +63,7 @@ class Forecast:
         return values
 
     def image_seconds(self, steps: int) -> float:
-        """Of an image of so many sampling steps: text and decoding count once."""
+        """Seconds of an image of `steps` sampling steps; text and decoding count once."""
         each = (self.drawn[-2] - self.drawn[1]) / (len(self.drawn) - 3)
         return self.drawn[-1] - self.drawn[0] + each * (steps - len(self.drawn) + 2)
 
@@ -99,7 +99,7 @@ class Forecast:
         return "\n".join(lines)
 
     def draws(self) -> bool:
-        """Whether the run draws anything: its memory is then the run's too."""
+        """Whether the run draws images: the peak of memory must then include drawing one."""
         return bool(self.images() or self.run.config.validation_prompts)
 
     def images(self) -> int:

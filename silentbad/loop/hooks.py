@@ -1,10 +1,10 @@
-"""A lever of the training loop: one class whose methods do nothing; a subclass overrides those that
-it needs.
+"""Hooks of the training loop. The methods of `Hook` do nothing; a subclass overrides those that it
+needs.
 
 In one step the loop calls `timesteps`, `weight_losses`, `extra_loss`, `before_backward` and
 `after_backward` of each part of a micro-batch; then, once an update, `before_step`, the clip, the
 optimizer's step, `after_step`. CONTRIBUTING.md shows a hook of your own. Memory is a hook too;
-what it draws and weighs besides, the loop asks of it by name.
+the loop also calls methods that only Memory has, such as `loss_per_sample`.
 
 Legend: B samples, T trained tensors, C,h,w shape of the latents.
 """
@@ -45,7 +45,7 @@ class Hook:
     log reads them.
     """
 
-    # between the backward and the clip, which then measures their norm again
+    # whether it changes gradients before the clip, which must then measure their norm again
     modifies_gradients = False
     one_source_per_backward = False  # whether each backward must be of samples of one role
 
@@ -69,14 +69,14 @@ class Hook:
         return losses
 
     def extra_loss(self, loss: Tensor, now: MicroStep) -> Tensor | None:
-        """A scalar to add to `loss`, their mean; or None."""
+        """A scalar to add to `loss`, the mean of the weighted losses; or None."""
         return None
 
     def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> None:
         """losses (B,) with their graph; the backward to come multiplies their mean by `scale`."""
 
     def after_backward(self, last: bool = True) -> None:
-        """Gradients have been accumulated, and are only read; `last` of an update or not."""
+        """The gradients have been accumulated; do not change them. `last`: of an update."""
 
     def before_step(
         self, step: int, finite: Tensor | None = None, norms: Tensor | None = None

@@ -115,13 +115,13 @@ def records_of(
     targets: list[Target],
     accelerator: Accelerator,
 ) -> tuple[Records, dict[str, list[str]]]:
-    """The records that are trained on, and the phrases of elements withheld by target; one process
-    builds their table."""
+    """(the records to train on, {target: phrases of its withheld elements}); one process builds the
+    table of records."""
     with accelerator.main_process_first():
         records = chosen(load_records(config), hooks, config.hook_options)
     if not config.allow_target_images:
         records.refuse_targets(targets)
-    # of the published layout, flags choose some of the pictures
+    # in the published layout flags choose pictures, so unused ones are no mistake
     not_used = () if is_published(Path(config.train_data_dir or "")) else records.not_used()
     own_lines = (*not_used, *records.remarks(), *records.check_parts())
     for line in (*own_lines, *records.unmatched_targets(targets)):
@@ -167,14 +167,14 @@ def shown(records: Records, transform: Transform, seed: int, count: int) -> Iter
         yield Shown(records.where(rows[place]), picture["pixels"].float() / 255, phrases)
 
 
-FEWEST = 8  # pictures of an element, from which its mask is estimated
-LARGEST = 0.98  # of the picture, which a mask may cover
+FEWEST = 8  # least number of pictures from which the mask of an element is estimated
+LARGEST = 0.98  # largest share of the picture that an estimated mask may cover
 
 
 def with_masks(
     targets: list[Target], records: Records, transform: Transform, seed: int
 ) -> tuple[list[Target], list[str]]:
-    """The targets, masks estimated where there are none; and the ids of those."""
+    """(targets, with estimated masks where one has no mask; the ids of targets with such masks)."""
     reader = Reader(records, transform, seed)
     masked: list[Target] = []
     estimated: list[str] = []
@@ -191,7 +191,8 @@ def with_masks(
 
 
 def _estimated_mask(target: Target, k: int, records: Records, reader: Reader) -> Image.Image | None:
-    """The mask of an element from its pictures, where there are enough."""
+    """The mask of element k from its pictures; None from too few, or if it covers (almost) all or
+    nothing."""
     rows = [
         i
         for i, name in enumerate(records.target_id)

@@ -22,7 +22,7 @@ def step_fits(config: TrainConfig) -> AbstractContextManager[None]:
 
 
 def drawing_fits(config: TrainConfig) -> AbstractContextManager[None]:
-    """Around the drawing of images, which are fewer at once where memory runs out."""
+    """A context around the drawing of images, in smaller batches where memory ran out."""
     advice = "lower it"
     if precision_of(config) == "no":
         advice += ", or draw in half precision (mixed_precision)"

@@ -10,7 +10,7 @@ from silentbad.saving.folder import RunFolder
 
 @dataclass
 class Log:
-    """One row every so many updates, and of each validation. The host waits only here."""
+    """Writes a row every `log_every` updates and for each validation; meters are read only here."""
 
     folder: RunFolder
     state: TrainState

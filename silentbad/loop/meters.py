@@ -56,8 +56,8 @@ class Meters:
 
 
 class Timers:
-    """Seconds by activity since the last reading, as the host sees them: on an accelerator the time
-    of work that was only launched falls to whatever waits for it, the update."""
+    """Seconds by activity since the last reading, measured on the host. An accelerator's work is
+    launched without waiting, so its time counts for the activity that waits, the update."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
@@ -73,7 +73,7 @@ class Timers:
             self.spent[activity] = self.spent.get(activity, 0.0) + time.perf_counter() - started
 
     def waiting(self, activity: str, items: Iterable[Any]) -> Iterator[Any]:
-        """The items, the time until each is there counted."""
+        """Yield the items; the time spent waiting for each counts for `activity`."""
         iterator = iter(items)
         end = object()
         while True:

@@ -1,5 +1,5 @@
-"""The optimizer of a run: built by name or import path, its groups, the gradient's norm, its
-weights for measuring.
+"""The optimizer of a run, built by name or import path, and the norm and the clipping of its
+gradients.
 
 Legend: T trained tensors; a group is a dict of `params`, `name` and settings, as torch's optimizers
 take it."""
@@ -39,8 +39,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer over the controller's groups at `scale` times the learning rate.
 
-    The adam_* flags reach it where it has such a setting; `optimizer_options` override them.
-    torch's own run their fused kernel: one pass over the weights instead of a dozen."""
+    It gets those adam_* flags that it takes; `optimizer_options` override them. Optimizers of torch
+    run their fused kernel: one pass over the weights instead of a dozen."""
     kind = optimizer_class(config)
     takes = inspect.signature(kind).parameters
     flags: dict[str, Any] = {
@@ -49,7 +49,7 @@ def make_optimizer(
         "eps": config.adam_epsilon,
         "weight_decay": config.adam_weight_decay,
     }
-    # Adafactor's eps is another thing
+    # an eps that is a pair, as Adafactor's, is another setting
     pair = {key for key in takes if isinstance(takes[key].default, tuple)}
     settings = {
         k: v for k, v in flags.items() if k in takes and isinstance(v, tuple) == (k in pair)
@@ -63,7 +63,7 @@ def make_optimizer(
     if not config.decay_norms_and_biases:
         groups = without_decay(groups)
     settings |= config.optimizer_options
-    # its own view of settings and weights
+    # the optimizer itself may refuse settings or weights
     with user_errors(f"optimizer: {kind.__name__} does not take these"):
         optimizer: Any = kind(groups, **settings)
         if kind is not SpectralAdamW:
@@ -74,9 +74,9 @@ def make_optimizer(
 
 
 def try_step(kind: Any, group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """One step down a slope, on a matrix of the weights' kind: some settings are looked at there
-    alone. Raises UserError where the weights are not finite then or went up the slope; a step that
-    moved nothing is said."""
+    """Try one step on a small matrix of the weights' dtype and device: some settings are checked in
+    a step alone. Raises UserError where a weight becomes NaN or infinite or moves up the gradient;
+    warns where none moves."""
     like = group["params"][0]
     weight = torch.nn.Parameter(torch.ones(2, 2, dtype=like.dtype, device=like.device))
     weight.grad = torch.ones_like(weight)

@@ -1,7 +1,7 @@
 """The base's own pictures: drawn before training and shown as clean records (prior preservation,
 DreamBooth, 2208.12242).
 
-Picture i is of the prompts in turn, or of none, from the noise of (seed, i). Pictures lie in the
+Picture i takes the next prompt in turn, or none, and the noise of (seed, i). Pictures lie in the
 cache in a folder named by a hash over everything they depend on. BLOCK of them are drawn together,
 always the same ones, so neither a kill nor the number of processes changes a picture."""
 
@@ -45,8 +45,8 @@ class Prior:
     """The base's own pictures."""
 
     records: Records
-    drawn: int  # of them in this start
-    missing: int  # that a dry run left to the run
+    drawn: int  # pictures drawn in this start
+    missing: int  # pictures that a dry run did not draw
     seconds: float  # for a picture, where some were drawn
 
 
@@ -68,11 +68,11 @@ class BaseSampler(Sampler):
 
 
 def read_prompts(file: str | None, tokenizer: Any, base: str | None = None) -> list[str]:
-    """The prompts of a file, one a line; without one those that lie beside the base, a folder, or
-    the bundled ones.
+    """The prompts of a file, one a line; without a file those of prior.txt in the base's folder,
+    else the bundled ones.
 
-    Raises UserError, with file and line: one that is no caption, or that the tokenizer's window
-    cuts off."""
+    Raises UserError, with file and line, for a prompt that is no caption or that the tokenizer's
+    window cuts off."""
     of_base = Path(base or "") / BESIDE
     path = Path(file) if file else of_base if base and of_base.is_file() else BUNDLED
     prompts = []
@@ -86,8 +86,8 @@ def read_prompts(file: str | None, tokenizer: Any, base: str | None = None) -> l
 
 
 def prompt_of(prompts: Sequence[str], number: int, unconditional: float = 0.0) -> str:
-    """The prompt of a picture: the prompts in turn; of a share of the pictures, evenly spread,
-    none."""
+    """The prompt of picture `number`: the prompts in turn, but "" for a share `unconditional` of
+    the pictures, evenly spread."""
     before, after = (math.floor(count * unconditional + 1e-9) for count in (number, number + 1))
     return "" if after > before else prompts[(number - before) % len(prompts)]
 
@@ -180,15 +180,15 @@ class PictureStore:
         return [i for i in range(self.count) if self.file(i).is_file()]
 
     def blocks(self) -> Iterator[list[int]]:
-        """Numbers that are drawn together, where one of them is missing."""
+        """Blocks of numbers that are drawn together; only blocks with a missing picture."""
         for start in range(0, self.count, BLOCK):
             numbers = list(range(start, min(start + BLOCK, self.count)))
             if self._missing(numbers):
                 yield numbers
 
     def fill(self) -> None:
-        """Draw what is missing: each process its share, then whatever it does not see, as of a
-        process whose cache is on another disk."""
+        """Draw the missing pictures: each process its share, then those that it still does not see,
+        because another process has its cache on another disk."""
         rank = self.accelerator.process_index
         world = self.accelerator.num_processes
         missing = list(self.blocks())[: 1 if self.config.dry_run else None]
@@ -235,7 +235,7 @@ class PictureStore:
                 draft.replace(self.file(number))
 
     def records(self, present: list[int]) -> Records:
-        """Clean records of the pictures, in turn where some are missing."""
+        """Clean records of the pictures; where some are missing, the others repeat in turn."""
         shown = [present[i % len(present)] for i in range(self.count)]
         states = [
             (i, self.file(i).stat().st_size, self.file(i).stat().st_mtime_ns) for i in present

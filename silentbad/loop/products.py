@@ -30,8 +30,8 @@ DRAWN = 3  # sampling steps of the image that a dry run draws
 
 @dataclass
 class Products:
-    """Writes them; every process calls each method. `results()` gives rows of the card, `kept()` its
-    line on what is kept."""
+    """Writes the products of a run; every process calls each method. `results()` gives the rows of
+    the card, `kept()` its line on how much of the base is kept."""
 
     config: TrainConfig
     folder: RunFolder
@@ -57,7 +57,7 @@ class Products:
         self.accelerator.wait_for_everyone()
 
     def _save(self, parts: Components, path: Path, merged: bool = False) -> None:
-        """A folder with its card, put in place of the one before."""
+        """Write a pipeline with its card; it replaces the earlier folder."""
         family = self.parts.family
         card_text = card.model_card(
             self.config,
@@ -99,7 +99,7 @@ class Products:
 
     @property
     def side(self) -> int:
-        """Of the images that are drawn, in pixels."""
+        """The side of the drawn images, in pixels."""
         return pipeline.drawn_side(self.parts, self.config.validation.resolution)
 
     def try_drawing(self, prompt: str, after_step: Callable[..., Any]) -> None:
@@ -150,8 +150,8 @@ class Products:
 
 
 def best_score(scores: dict[str, float], by: str) -> float:
-    """What the best pipeline has most of, of the averaged weights where there are some. Raises
-    UserError where it was not measured."""
+    """The score that the best pipeline maximises; of the averaged weights where they were measured.
+    Raises UserError where it was not measured."""
     name, sign = ("mean", 1) if by == "similarity" else ("drift/clean_eps_mse", -1)
     for prefix in ("val_ema", "val"):
         if f"{prefix}/{name}" in scores:

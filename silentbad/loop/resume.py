@@ -69,8 +69,8 @@ class Checkpoints:
 
     @contextmanager
     def rescue(self, loader: Loader) -> Iterator[None]:
-        """An exception saves what a resume needs, unless an update was half done; nothing resumes
-        a dry run."""
+        """On an exception save a checkpoint, unless an update was half done, the weights are
+        sharded, or the run is a dry run."""
         state = self.state
         resumable = not self.folder.config.dry_run and not shards.sharded(state.model)
         try:

@@ -1,5 +1,5 @@
-"""What of a run changes from step to step: weights, optimizer, schedule, average, counters; and its
-`state_dict`.
+"""The part of a run that changes from step to step: weights, optimizer, schedule, average,
+counters; and its `state_dict`.
 
 `step` counts optimizer updates, `draw` effective batches begun: a skipped update never meets its
 data again."""
@@ -88,8 +88,8 @@ class TrainState:
         self.skipped_in_row = 0
 
     def _average(self) -> None:
-        """A step of the average, where the weights are; with offload_ema it returns into the memory
-        that it rests in, which is pinned for a GPU."""
+        """Update the average on the device of the weights; with offload_ema, copy it back into its
+        CPU memory, which is pinned for a GPU."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         resting = self.ema.shadow_params
         self.ema.to(parameters[0].device, non_blocking=True)
@@ -128,8 +128,8 @@ class TrainState:
 
     # ---- what a checkpoint holds
     def gathered(self, keep: bool) -> dict[str, Any]:
-        """Trained weights and the optimizer's state as one process would hold them. Collective:
-        every process calls it, and where `keep` it gets the shards of all, on the CPU."""
+        """Trained weights and the optimizer's state, unsharded. Collective: every process calls it;
+        with `keep` it gets the shards of all processes, on the CPU."""
         weights = {name: trained(module) for name, module in self.model.named_children()}
         return shards.gathered(
             {"weights": weights, "optimizer": self.optimizer.state_dict()}, keep=keep
@@ -148,7 +148,7 @@ class TrainState:
         torch.save(state, folder / "state.pt")
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights and, sharded as it may be, the optimizer's state."""
+        """Everything but the weights and the optimizer's state, which may be sharded."""
         state = {
             name: part.state_dict() for name, part in self.parts.items() if name != "optimizer"
         }
@@ -211,9 +211,9 @@ def warn_of_jump(scheduler: Any) -> None:
 
 
 def match_memory_format(optimizer: torch.optim.Optimizer) -> None:
-    """Averages in the memory order of their weights: fused kernels run over both as they lie, and a
-    checkpoint may be of the other `channels_last`. Raises UserError for averages in 8 bits, whose
-    blocks follow the memory."""
+    """Copy the optimizer's averages into the memory format of their weights: fused kernels read
+    both in memory order, and the checkpoint may have the other `channels_last`. Raises UserError
+    for averages in 8 bits, whose blocks follow the memory order."""
     for weight, held in optimizer.state.items():
         for name, value in held.items():
             if not torch.is_tensor(value) or value.shape != weight.shape:

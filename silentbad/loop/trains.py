@@ -1,5 +1,5 @@
-"""What trains, and what that takes: the table of --print_groups, and the sizes of files that a
-forecast names."""
+"""The parameters that train, and their memory: the table of --print_groups, and the file sizes of a
+forecast."""
 
 from typing import Any
 
@@ -43,14 +43,14 @@ def table(
 
 
 def share(parts: Components) -> str:
-    """How many of the parameters of the components that train do."""
+    """The number of trained parameters, of all in the components that train, as text."""
     count = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
     every = sum(p.numel() for p in parts.model.parameters())
     return f"{count:,} of {every:,} parameters ({count / every:.1%})"
 
 
 def weight_bytes(parts: Components) -> int:
-    """What trains, once."""
+    """Bytes of the trained weights."""
     return sum(size(trained(module).values()) for module in parts.model.children())
 
 
@@ -61,7 +61,7 @@ def whole_bytes(parts: Components) -> int:
 
 
 def file_bytes(parts: Components) -> int:
-    """What a run leaves: a whole pipeline, or adapters, which are written for two readers."""
+    """Bytes that a run saves: a whole pipeline, or adapters, which are written in two formats."""
     return 2 * weight_bytes(parts) if lora.present(parts.backbone) else whole_bytes(parts)
 
 

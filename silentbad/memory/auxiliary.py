@@ -64,8 +64,8 @@ def last_layer(unet: torch.nn.Module, now: MicroStep) -> torch.Tensor | None:
 
 
 class SelfDistillation:
-    """||eps - eps_0||^2 / (C h w) of the clean records, over B; eps_0 is the model before training.
-    A model that predicts v has v in place of eps."""
+    """The sum of ||eps - eps_0||^2 / (C h w) over the clean records, divided by B; eps_0 is the
+    prediction of the model before training. A model that predicts v has v in place of eps."""
 
     layer = staticmethod(last_layer)
 
@@ -118,8 +118,8 @@ class Auxiliaries(dict):
         self.meters: dict[str, Any] = {}
 
     def __call__(self, loss: torch.Tensor, now: MicroStep) -> torch.Tensor | None:
-        """What is on in this micro-step, each by its weight and its balance with the loss; or
-        None."""
+        """The sum of the auxiliaries that act in this micro-step, each times its weight and its
+        balance with the loss; or None."""
         total = None
         for slot, part in self.items():
             if (value := part(now)) is None:
@@ -143,13 +143,13 @@ class Auxiliaries(dict):
 
 
 class Teacher:
-    """A frozen copy of what trains, in bf16, called like it; `refresh` brings it up to date. On the
-    CPU, where bf16 can take ten times as long, it stays in what it trains in.
+    """A frozen copy of the trained model, in bf16, called like it; `refresh` copies the present
+    weights. On the CPU, where bf16 can take ten times as long, it keeps the model's dtype.
 
     Frozen parameters that are in its precision already (those under LoRA) are shared, not copied.
 
-    accelerate binds its autocast wrapper to the instance, where a copy would still call the
-    original's weights; the copy goes back to the class's own forward.
+    accelerate binds its autocast wrapper to the instance, and a copied wrapper would still call the
+    original's weights; so the copy uses the class's own forward.
     """
 
     def __init__(self, unet: torch.nn.Module, dtype: torch.dtype | None = None):

@@ -1,8 +1,8 @@
-"""Which elements will be hard: a law of how often images show an element.
+"""Predict which elements will be hard, by a law of how often images show an element.
 
-A logistic regression on rows of the 64-pixel microworld, of runs whose unions show all elements but
-one, of up to 16 targets at once. `python -m bench.law` fits it and says how well it foretells
-targets left out. Of another base, or of a run without unions, it is a guess.
+The law is a logistic regression on runs of the 64-pixel microworld, of up to 16 targets at once,
+whose unions show all elements but one. `python -m bench.law` fits it and reports how well it
+predicts targets left out of the fit. For another base, or a run without unions, it is a guess.
 """
 
 import math
@@ -28,8 +28,8 @@ COEFFICIENTS = {
     "elements of the target, less 3.5": 0.52,
     "the base draws the clean pictures": -1.41,
 }
-LEAST = 8  # targets at once, from which the law tells who fails
-HARD = 0.7  # an expected rate below it is said
+LEAST = 8  # least number of targets at once for which the law predicts failures
+HARD = 0.7  # elements with a lower expected rate are reported
 
 
 class Facts(NamedTuple):
@@ -68,7 +68,7 @@ def hard_elements(
     info: DataInfo, targets: Sequence[Target], draws: float, own_pictures: bool
 ) -> str:
     """A line on the elements whose expected rate is low, the hardest first; empty where there are
-    none, and for fewer than `LEAST` targets, of which the law does not tell who fails.
+    none, and for fewer than `LEAST` targets, where the law does not predict failures.
 
     `draws` is how often each record is drawn. Elements without a mask are left out."""
     if len(info.elements_of) < LEAST:

@@ -35,9 +35,9 @@ def paste(
 def overlaid(
     layers: dict[int, tuple[Image.Image, Image.Image]], feather: float
 ) -> tuple[int, Image.Image, Image.Image]:
-    """Pictures (RGB) with masks (L), all of one size, pasted by size of their elements: the largest
-    lies behind, or a backdrop would cover the thing that stands before it -> (what lies behind,
-    picture, union mask)."""
+    """Paste pictures (RGB) with masks (L), all of one size, by the area of their masks. The largest
+    lies behind, otherwise a backdrop would cover the things before it -> (key of the picture
+    behind, picture, union mask)."""
     behind, *before = sorted(layers, key=lambda k: -area(layers[k][1]))
     image, mask = layers[behind]
     for k in before:
@@ -79,8 +79,8 @@ def estimate_mask(stack: torch.Tensor, smooth: int = 3, floor: float = 1e-3) -> 
     """What stays the same across an element's pictures is the element: (n>=4,C,H,W) -> mask (1,H,W)
     in {0,1}.
 
-    The spread at a place is the squared distance from the median picture that two thirds of the
-    pictures keep to, so that things standing before a backdrop in some of them do not cut it up, as
+    The spread of a pixel is the two-thirds quantile of the squared distance from the median
+    picture. So things that stand before a backdrop in some pictures leave no holes in its mask, as
     they do with the variance. Its logarithm is box-smoothed and split in two by Otsu's threshold;
     `floor` (of the mean variance) keeps exact repeats from dominating. Pictures that are all the
     same have nothing to split and give ones. Raises UserError for fewer than four.
@@ -118,8 +118,8 @@ def region_weight(mask: torch.Tensor, size: tuple[int, int], outside: float) -> 
 
 
 def counted_only(weight: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """A region weight (B,1,h,w) that is nought where `counted` (B,1,H,W) is, of mean one again;
-    nought where nothing counts, as in a random window without the element."""
+    """A region weight (B,1,h,w) times `counted` (B,1,H,W), divided by its mean; 0 everywhere where
+    nothing counts, as in a random window without the element."""
     w = weight * F.interpolate(counted, size=weight.shape[-2:], mode="area")
     return w / w.mean(dim=(2, 3), keepdim=True).clamp_min(1e-6)
 

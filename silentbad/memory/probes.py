@@ -178,9 +178,9 @@ class PhraseMemory:
 def build_bank(
     info, encode: Callable, pictures: Callable, count: int, device, most: int = 12
 ) -> list[Element]:
-    """Each element's first `count` pictures, with their masks or else the one that up to `most` of
-    its pictures agree on (on their pixels: latents of small pictures are too coarse), where it has
-    four."""
+    """The first `count` pictures of each element, with their masks. Where one of them has no mask,
+    one for all is estimated from up to `most` pictures of the element, if it has four. It is
+    estimated from pixels, since latents of small pictures are too coarse."""
     bank = []
     for rows in info.rows:
         rows = [int(r) for r in rows[:most]]

@@ -146,8 +146,8 @@ def joint_captions(
     """An element's own picture under a caption that names more of its target: two to k-1 phrases in
     shuffled order.
 
-    Nothing of the others is shown, and their places do not count (`counted` is 0 there): so the
-    caption is learnt where its element stands, and does not learn that the others are absent.
+    The other elements are not shown, and the loss ignores their places (`counted` is 0 there). So
+    the model learns the caption at the place of this element, and not that the others are absent.
     """
     info = others.info
     i = info.element_of(record["index"])
@@ -212,8 +212,8 @@ REHEARSAL = Parts(
 
 
 def check_replaced(name: str, given: dict, replaced: Any, info: DataInfo) -> None:
-    """Refuse what a rehearsal of one's own returns where it is no whole record, or shows or names a
-    whole target."""
+    """Refuse the value that a user's own rehearsal returns where it is no complete record, or where
+    its caption names a whole target."""
     failed = f"memory.rehearsal.name: {name} returns"
     if not isinstance(replaced, dict):
         raise UserError(f"{failed} {type(replaced).__name__}, not a record or None")
@@ -228,12 +228,11 @@ def check_replaced(name: str, given: dict, replaced: Any, info: DataInfo) -> Non
 
 
 class Rehearsal:
-    """What replaces a drawn record: a pure function of (record, (draw, position)), or None where it
-    stays.
+    """Returns the record that replaces a drawn one, or None where that stays; a pure function of
+    (record, (draw, position)).
 
-    A replaced record says under `united` how many of a target's k elements or phrases it joins:
-    (n, k). Raises UserError where no target has enough elements to join, or more than k - 1 are
-    asked for.
+    `united` of a replacement is (n, k): it joins n of the k elements or phrases of a target.
+    Raises UserError where no target has enough elements to join, or more than k - 1 are asked for.
     """
 
     def __init__(
@@ -281,7 +280,7 @@ class Rehearsed:
     """How many rehearsals this process has trained on, and the largest union among them, (n, k);
     part of the checkpoint.
 
-    Counted where a step takes its batches: loader threads run ahead of it.
+    Counted when a step takes its batches, not in the loader threads, which run ahead of it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights of the loss by noise level, carried between predictions. Legend: snr (B,)."""
+"""Loss weights by noise level, converted between prediction types. Legend: snr (B,)."""
 
 import torch
 

@@ -1,5 +1,5 @@
-"""Every refusal that needs no weights, no records and no torch: values, names, combinations,
-files."""
+"""The checks of a configuration that need no weights, no records and no torch: values, names,
+combinations, files."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -20,7 +20,7 @@ from silentbad.settings.train import KIND, REPLACED, WRITTEN, TrainConfig
 from silentbad.settings.types import check_options, check_values
 from silentbad.settings.validation import check_files, target_file
 
-MEMORY = {  # slots of `memory`, and names beside a slot -> where what they may name is registered
+MEMORY = {  # {slot of `memory`, or key inside a slot: the registry of the names that it may have}
     "sampler": "memory_reinforce:SAMPLERS",
     "timesteps": "memory_reinforce:TIMESTEPS",
     "loss": "memory_reinforce:LOSSES",
@@ -84,7 +84,7 @@ def check_part(**part: object) -> None:
 
 
 def check_numbers(config: TrainConfig) -> None:
-    """Values that only fit together in part."""
+    """Refuse values that do not fit together, and a run without data."""
     if config.train_data_dir is None and config.dataset_name is None and not config.print_groups:
         raise UserError("train_data_dir: is missing; give it or dataset_name")
     steps = config.max_train_steps
@@ -104,7 +104,7 @@ def check_numbers(config: TrainConfig) -> None:
 
 
 def check_names(config: TrainConfig) -> None:
-    """Rules, samplers, losses, hooks and layers are there, and take the options given."""
+    """Refuse unknown rules, samplers, losses, hooks and layers, and options they do not take."""
     rules = Offered(from_source(SCALE_RULES), "gradient_control.name")
     between = Offered(from_source(SOURCE_RULES), "gradient_control.between.name")
     transforms = Offered(from_source(TRANSFORMS), "gradient_control.transform")
@@ -118,7 +118,7 @@ def check_names(config: TrainConfig) -> None:
 
 
 def check_hooks(config: TrainConfig) -> None:
-    """The files of the hooks are there, and take the options given."""
+    """Refuse hooks whose file is missing, and options that they do not take."""
     for place, values in config.hook_options.items():
         if place not in config.hooks:
             raise UserError(f"hook_options: {place} is none of the hooks")
@@ -145,7 +145,7 @@ def check_inputs(config: TrainConfig) -> None:
         here = Path(config.output_dir) / "checkpoints" / asked
         if not here.exists():
             check_folder("resume_from_checkpoint", asked, "give a step-N folder, or latest")
-    # a resume is judged by its checkpoints, a stamped folder is new
+    # a resume is checked later, by its checkpoint; a stamped folder is new
     if not (asked or config.stamp_output_dir or config.print_groups):
         check_output(config)
 
@@ -173,7 +173,7 @@ def runs_files(config: TrainConfig) -> list[Path]:
 
 
 def with_base(config: TrainConfig) -> TrainConfig:
-    """With the bundled pipeline where it lies: a run may start in another folder."""
+    """The configuration with the path of the bundled pipeline, found from any current folder."""
     base = bundled(config.pretrained_model_name_or_path)
     return replace(config, pretrained_model_name_or_path=base)
 

@@ -58,12 +58,12 @@ class BetweenConfig:
 
     @property
     def layerwise(self) -> bool:
-        """Whether layers differ, so that micro-batches must be of one source each."""
+        """Whether factors differ by layer, so that each backward must be of one source."""
         return self.name not in ("none", "uniform")
 
 
 def of_rule(default: Any, help: str = "") -> Any:
-    """An option of a rule; one for all groups, as by default, has none."""
+    """An option that has an effect with a rule other than `uniform`."""
     return option(default, help, needs="gradient_control.name", idle="said")
 
 

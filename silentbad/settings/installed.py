@@ -1,5 +1,5 @@
-"""The commands of `pip install`, each run as its module is with `python -m`: a mistake is said
-before anything heavy is imported."""
+"""The commands that `pip install` adds. Each runs its module as `python -m` does, so a mistake is
+reported before anything heavy is imported."""
 
 from runpy import run_module
 

@@ -1,4 +1,4 @@
-"""What `accelerate launch` asked for, as its environment variables say."""
+"""The settings of `accelerate launch`, read from its environment variables."""
 
 import os
 
@@ -11,7 +11,7 @@ def launched(name: str) -> bool:
 
 
 def check_launch() -> None:
-    """Refuse launches that are none of ours, and settings of the launcher that are not used."""
+    """Refuse DeepSpeed, Megatron-LM, and settings of FSDP that this loop does not support."""
     for name in ("DEEPSPEED", "MEGATRON_LM"):
         if launched(name):
             raise UserError(

@@ -9,7 +9,7 @@ from silentbad.errors import UserError, brief
 from silentbad.settings.other_names import LAYERS
 from silentbad.settings.types import nearest
 
-OTHER = "other"  # names no pattern knows; multiplier 1
+OTHER = "other"  # the group of parameters that no pattern matches; its multiplier is 1
 ROLE_ORDER = [
     *(f"{a}.{b}" for a in ("xattn", "attn", "attn.context", "attn.image") for b in "qkvo"),
     *("ff", "ff.context", "mod", "mod.context", "resnet.conv", "resnet.shortcut"),
@@ -29,8 +29,8 @@ LEFT_OUT = "!"  # begins a pattern that leaves layers out
 
 def chosen(patterns: Iterable[str], group: str) -> bool:
     """Whether the patterns choose the group stage.role: by role ("attn", "xattn.v"), stage ("mid",
-    "up*") or both ("up1.ff"). A pattern also names what it is the beginning of: "mid.attn" is
-    mid.attn.q, k, v and o. "!sampler" leaves out what it names; alone it chooses all else."""
+    "up*") or both ("up1.ff"). A pattern also matches the groups below it: "mid.attn" is mid.attn.q,
+    k, v and o. "!sampler" leaves out the groups that it matches; alone it chooses all others."""
     patterns = list(patterns)
     left_out = [p.removeprefix(LEFT_OUT) for p in patterns if p.startswith(LEFT_OUT)]
     wanted = [p for p in patterns if not p.startswith(LEFT_OUT)]
@@ -59,8 +59,8 @@ def narrowed(
 ) -> dict[str, dict[str, str]]:
     """Those of the layers that a pattern chooses.
 
-    layers: {component: {layer or parameter: its group}}; `could` says in messages what they have in
-    common. Raises UserError where a pattern chooses nothing, a component has nothing left, or
+    layers: {component: {layer or parameter: its group}}; `could` describes the layers in
+    messages. Raises UserError where a pattern chooses nothing, a component has nothing left, or
     everything is chosen."""
     groups = {name: sorted(set(part.values())) for name, part in layers.items()}
     wanted = [pattern for pattern in patterns if not pattern.startswith(LEFT_OUT)]

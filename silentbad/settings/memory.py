@@ -67,7 +67,7 @@ class SamplerConfig(Part):
 
 @dataclass
 class TimestepConfig(Part):
-    """At which noise level: an entry of TIMESTEPS."""
+    """The distribution of noise levels: an entry of TIMESTEPS."""
 
     name: str = option("uniform")
     importance: bool = option(
@@ -84,7 +84,7 @@ class TimestepConfig(Part):
 
 @dataclass
 class LossConfig(Part):
-    """How an error counts: an entry of LOSSES, and of ERRORS."""
+    """The loss weight by noise level, an entry of LOSSES, and the error, an entry of ERRORS."""
 
     error: str = option("mse")
     huber_delta: Positive = option(0.1, needs="memory.loss.error", idle="said")
@@ -92,7 +92,7 @@ class LossConfig(Part):
 
 
 def of_probes(default: Any, help: str) -> Any:
-    """An option of the probes; a file may hold it for a run without."""
+    """An option of the probes; a file may set it for a run without probes, with a warning."""
     return option(default, help, needs="memory.phrase_memory.enabled", idle="said")
 
 
@@ -136,8 +136,8 @@ class MemoryConfig:
 
 
 AUXILIARY = ("attention_binding", "distillation", "retention")  # slots of losses beside the loss
-# Rehearsals that make records of the role rehearsal, and those whose loss is where elements stand
-# (silentbad/settings/rules.py).
+# REHEARSED: rehearsals whose records have the role rehearsal. PLACED: rehearsals that need masks of
+# the elements and a region of the loss (silentbad/settings/rules.py).
 REHEARSED = ("leak_free", "pairwise", "pairwise_captions")
 PLACED = ("joint_captions", "pairwise", "pairwise_captions")
 
@@ -154,13 +154,13 @@ def dropout(memory: MemoryConfig) -> dict[str, float]:
 
 
 def policies(memory: MemoryConfig) -> dict[str, Part]:
-    """The timesteps of the roles that have their own."""
+    """{role: timestep policy}, for the roles that have a policy of their own."""
     parts = {role: settings.timesteps for role, settings in by_role(memory).items()}
     return {role: part for role, part in parts.items() if part.name != SAME}
 
 
 def check_memory(memory: MemoryConfig, registries: dict[str, Registry]) -> None:
-    """Refuse names, options and values that are not there; a registry for each slot."""
+    """Refuse unknown names and options, and wrong values. `registries`: one for each slot."""
     check_values(memory, "memory.")
     for key, registry in registries.items():
         slot, _, field_name = key.partition(".")

@@ -15,7 +15,7 @@ from silentbad.settings.types import Option, problem
 if TYPE_CHECKING:
     from silentbad.settings.train import TrainConfig
 
-ELEMENTWISE = ("AdamW", "Adam", "SGD")  # their step needs no more of a tensor than the shard
+ELEMENTWISE = ("AdamW", "Adam", "SGD")  # each weight moves alone: a shard is enough
 ADAPTIVE = ("Prodigy", "DAdapt")  # names of those that find their own rate
 KNOWN = {  # packages that hold optimizers: what `pip install` calls them
     "bitsandbytes": "bitsandbytes",

@@ -1,4 +1,4 @@
-"""Names that other scripts and trainers have: what sets the same thing here."""
+"""Option and layer names of other trainers, each with its name here."""
 
 # Flags of other scripts and trainers that are refused: what to use instead.
 SUCCESSORS = {

@@ -30,7 +30,7 @@ from silentbad.settings.types import (
 )
 
 FLAGS = "command line"
-TRUTHS = {  # words that are true or false where a key takes that, and text where it takes text
+TRUTHS = {  # words that a key of type bool reads as true or false, and a key of text as text
     **dict.fromkeys(("yes", "Yes", "YES", "on", "On", "ON"), True),
     **dict.fromkeys(("no", "No", "NO", "off", "Off", "OFF"), False),
 }
@@ -158,7 +158,8 @@ def built(default: Any, entries: "Entries", prefix: str) -> Any:
 
 
 def with_source(message: str, sources: dict[str, str]) -> str:
-    """A message that begins with a key, with where it, or all below it, was set."""
+    """A message that begins with a key, with the place after it that set the key, or all keys below
+    it."""
     match = re.match(r"[a-z]\w*(\.\w+)*(?=: )", message)
     if not match:
         return message
@@ -241,7 +242,7 @@ class Entries:
         self.sources: dict[str, str] = {}
 
     def put_file(self, path: str) -> None:
-        """Lay a file over what is given."""
+        """Set the keys of a file; they replace values set before."""
         values, lines = read_file(path)
         self._put_part(values, "", lambda key: f"{path}:{lines[key]}" if key in lines else path)
 
@@ -268,8 +269,8 @@ class Entries:
             self._put(f"{prefix}{name}", value, where)
 
     def _put(self, key: str, value: Any, where: Callable[[str], str]) -> None:
-        """Set a key, or those of a part; options of a part replace the earlier ones whole, and
-        another name leaves behind the options that were given to the earlier one."""
+        """Set a key, or the keys of a part. New options of a part replace all its earlier options;
+        a new name drops the options of the earlier name."""
         kind, field = self.kind(key, where(key))
         if isinstance(kind, dict):
             if not isinstance(value, dict):
@@ -350,7 +351,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 # ---------------------------------------------------------------- flags
 def from_words(words: list[str], kind: Any, key: str) -> Any:
-    """The value of a flag's words: text where that is taken, several for a list, else YAML."""
+    """The value of a flag's words: text or a list where the key takes that, else YAML."""
     kinds = {dict} if isinstance(kind, dict) else plain_types(kind)
     if list in kinds:
         return _list_from(words, kind, key)

@@ -61,8 +61,8 @@ Examples = Iterable[tuple[tuple[Any, ...], Judge]]
 class Parts(UserDict[str, Any]):
     """A dict of parts by name; a place, PATH.py:NAME, is a name too.
 
-    `key` is the setting that chooses one; `takes` are the arguments that a part is called with,
-    `examples` such arguments, each with the judge of what a part returns."""
+    `key` is the setting that chooses a part. `takes` names the arguments of a part. `examples`
+    gives such arguments, each with the Judge of the value that a part returns for them."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class Parts(UserDict[str, Any]):
         self.key = key
         self.takes = takes.split()
         self.examples = examples
-        # name and options -> the part that passed its examples, and whether it was said to be flat
+        # {name and options: (part that passed its examples, whether a warning called it flat)}
         self.tried: dict[str, tuple[Any, bool]] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self.data or user_code.is_place(str(name))
 
     def __getitem__(self, name: str) -> Any:
-        """Raises UserError where what a place defines is called otherwise."""
+        """Raises UserError where a place defines no function, or one with other arguments."""
         if not user_code.is_place(name):
             return self.data[name]
         part = user_code.load(self.key, name)
@@ -101,9 +101,9 @@ class Parts(UserDict[str, Any]):
     def try_part(
         self, name: str, options: Mapping[str, Any], examples: Examples | None = None
     ) -> None:
-        """Refuse a part that fails on the examples, or returns nothing of use there; say that it
-        returns one number for all of them. On its own examples a part is tried once a start, though
-        the command and what it builds both ask for it."""
+        """Refuse a part that fails on the examples or returns values that their Judge rejects; warn
+        where it returns one number everywhere. Its own examples run once a start, although the
+        command and the objects that it builds both call this."""
         part = self[name]
         asked = f"{name} {dict(options)}"
         tried, said = self.tried.get(asked, (None, False))
@@ -126,7 +126,7 @@ class Parts(UserDict[str, Any]):
 
 
 class Offered(dict[str, Mapping[str, Option]]):
-    """{name: its options} of `Parts`, nothing run: those of a place are read from its file."""
+    """{name: its options} of `Parts`. Options of a place are read from its file; nothing runs."""
 
     def __init__(self, options: Mapping[str, Mapping[str, Option]], key: str):
         super().__init__(options)
@@ -147,7 +147,7 @@ class Definition:
     node: ast.FunctionDef | ast.ClassDef
 
     def parameters(self) -> dict[str, Option]:
-        """All but `self`; those of a class are its `__init__`'s, inherited where it has none."""
+        """{name: Option} of all but `self`; for a class those of its `__init__`, or of a base's."""
         function = self.node if isinstance(self.node, ast.FunctionDef) else self.method("__init__")
         if function is None:
             return {}
@@ -180,7 +180,7 @@ class Module:
 
     def __init__(self, path: Path, package: str):
         self.package = package  # what relative imports start from
-        # name -> its definition or value, or (module, name there or "") where it is imported
+        # {name: its definition or value; of an import (module, name there, or "" for a module)}
         self.names: dict[str, ast.AST | tuple[str, str]] = {}
         for statement in _statements(ast.parse(path.read_text(encoding="utf-8")).body):
             self._enter(statement)
@@ -207,7 +207,7 @@ class Module:
                     self.names[name] = ast.Dict([None, key], [earlier, value])
 
     def find(self, expression: ast.AST) -> "tuple[Module, ast.AST] | None":
-        """Where what an expression stands for is defined; None where it is not found."""
+        """(module, node) of the definition that an expression names; None where it is not found."""
         match expression:
             case ast.Attribute(value=owner, attr=name):  # torch.optim.AdamW
                 first, _, rest = ast.unparse(owner).partition(".")

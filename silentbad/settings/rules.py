@@ -1,5 +1,5 @@
-"""What needs what, what excludes what and what stands for what among the settings of a run, in
-tables.
+"""Tables of rules between the settings of a run: which setting needs another, which exclude each
+other, which flags set others.
 
 `needs=` beside a field (`silentbad.settings.types.option`) says under which condition it has an
 effect; INCOMPATIBLE lists pairs of conditions that may not hold at once. A condition is one of
@@ -39,8 +39,8 @@ class Facts:
     optimizer: OptimizerFacts | None = None
     family: Any = None  # silentbad.model.family.Family, once the pipeline's index was read
     sharded: bool = False  # `accelerate launch` was told to use FSDP
-    redraws: bool | None = None  # there are some beside the targets
-    masks: bool | None = None  # an element of a target has one
+    redraws: bool | None = None  # whether there are redraws beside the targets
+    masks: bool | None = None  # whether an element of a target has a mask
 
 
 class Fact(typing.NamedTuple):
@@ -135,7 +135,7 @@ FACTS = {
 # ---------------------------------------------------------------- the table
 LAYERWISE = "gradient_control.between.name!=none|uniform"  # each backward is then of one source
 LEAVE = "leave one of them out"
-DDP = "use configs/accelerate/ddp.yaml"  # where a launch in shards cannot have something
+DDP = "use configs/accelerate/ddp.yaml"  # the advice where FSDP cannot have a setting
 OF_ONE_SIZE = f"is for pictures of one size, which buckets are not; {LEAVE}"
 ON_THEIR_WAY = (
     "takes the sources' gradients apart, which between.name={b_value} scales on their way; "
@@ -154,9 +154,9 @@ VELOCITY = "{family} predicts the velocity of a flow"
 OF_EPSILON = f"weighs the error of epsilon, and {VELOCITY}; take none or x0 as memory.loss.name"
 RECTIFIES = f"rectifies an estimate of epsilon, and {VELOCITY}; leave it out"
 
-# {a condition: {one that may not hold beside it: why, and what can}}; the line begins with the
-# inner one's key. {a} is that key, {b} the outer one's, {a_value} and {b_value} their values, the
-# others are those of `check_rules`.
+# {condition b: {condition a that may not hold beside b: the reason, and a way out}}. The error line
+# begins with the key of a. A reason may use {a} and {b}, the two keys, {a_value} and {b_value},
+# their values, and the names of `of_run` in `check_rules`.
 INCOMPATIBLE: dict[str, dict[str, str]] = {
     # data and output
     "train_data_dir": {"dataset_name": "excludes train_data_dir; give one of them"},
@@ -288,8 +288,8 @@ OF_MEASUREMENT: dict[str, dict[str, str]] = {
     },
 }
 
-# {a flag of diffusers' scripts: the settings that it stands for, as text, or in braces the flag
-# whose value they take}
+# {a flag of diffusers' scripts: {a setting that it sets: the value as text, or in braces the flag
+# that gives the value}}
 ALIASES = {
     "snr_gamma": {"memory.loss.name": "min_snr", "memory.loss.options.gamma": "{snr_gamma}"},
     "dream_training": {"memory.loss.dream": "{dream_detail_preservation}"},
@@ -371,7 +371,7 @@ def fields_of(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fi
 
 # ---------------------------------------------------------------- the loop
 def pairs(table: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str, str]]:
-    """(the condition whose key a line begins with, the other one, why) of each row."""
+    """(condition a, whose key begins the error line, condition b, the reason) of each row."""
     for second, row in table.items():
         for first, why in row.items():
             yield first, second, why
@@ -394,7 +394,8 @@ def check_rules(
     facts: Facts,
     about: Collection[str] | None = None,
 ) -> None:
-    """Refuse what excludes what, and options without effect; `about` these facts alone."""
+    """Refuse settings that exclude each other, and options without effect. With `about`, check only
+    the rules on these facts."""
     default = type(config)()
     of_run = {
         "optimizer": facts.optimizer.name if facts.optimizer else config.optimizer,
@@ -417,7 +418,8 @@ def check_rules(
 
 
 def check_measurement(validation: "ValidationConfig", facts: Facts, prefix: str) -> None:
-    """Refuse what excludes what in a measurement; `prefix` stands before its keys in messages."""
+    """Refuse settings of a measurement that exclude each other; `prefix` begins its keys in
+    messages."""
     config = SimpleNamespace(validation=validation)
     default = SimpleNamespace(validation=type(validation)())
     for a, b, why in broken(OF_MEASUREMENT, config, default, facts):

@@ -1,4 +1,4 @@
-"""A command as far as it goes without torch: parse, check, and how a mistake is said."""
+"""The part of a command that needs no torch: parse, check, and report a mistake."""
 
 import os
 import sys
@@ -65,10 +65,10 @@ def early(read: Callable[..., T], *arguments: Any, **named: Any) -> T:
 
 
 def refused(error: UserError, sources: dict[str, str] | None = None, each: bool = False) -> int:
-    """Say a mistake; returns exit code 2.
+    """Print a mistake; returns exit code 2.
 
-    Before the processes of a launch know of each other they make the same mistakes, and the first
-    of each node says them; with `each`, every process says its own."""
+    Until the processes of a launch are connected, all of them make the same mistake, and only the
+    first process of each node prints it. With `each`, every process prints its own."""
     line = with_source(str(error), sources or {})
     rank = os.environ.get("RANK", "0")
     if each or os.environ.get("LOCAL_RANK", "0") == "0":

@@ -38,9 +38,9 @@ def option(
 ) -> Any:
     """A field with its help line.
 
-    `needs` is the condition (`silentbad.settings.rules`) under which it has an effect. A value that
-    has none is refused; with `idle` "said" a file may hold it, with a warning, and with "kept"
-    without one."""
+    `needs` is the condition (`silentbad.settings.rules`) under which it has an effect. A value
+    without effect is refused; with `idle` "said" a file may set it, with a warning, and with "kept"
+    without a warning."""
     metadata = {"help": help, "source": source, "needs": needs, "idle": idle}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)

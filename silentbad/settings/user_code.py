@@ -1,10 +1,10 @@
-"""Code of your own by its place, PATH.py:NAME, where a setting takes a registered name; of a
-package, package.module:NAME.
+"""Code of your own in place of a registered name: a setting takes PATH.py:NAME too, or
+package.module:NAME of a package.
 
     --gradient_control.name mine.py:my_rule    --hooks mine.py:MyHook
 
 `check_place` looks at the file alone; `load` runs it. Each file is read once a start: the bytes
-that run are the ones whose SHA-256 is recorded. What the file imports is not.
+that run are the ones whose SHA-256 is recorded. Files that it imports are not recorded.
 """
 
 import hashlib

@@ -180,7 +180,7 @@ class Audit(ValidationConfig):
     }
 
     def check(self, sources: dict[str, str]) -> None:
-        """Refuse an audit without a pipeline, with nothing to look for, or of what is not there."""
+        """Refuse an audit without a pipeline or targets, or with files that are missing."""
         if self.pictures is not None:
             self._check_pictures()
             return
@@ -211,7 +211,7 @@ class Audit(ValidationConfig):
         check_local("--lora", self.lora, "file or folder")
 
     def _check_pictures(self) -> None:
-        """Refuse what does not act on pictures that are given, and what is not there."""
+        """Refuse settings that do not act on given pictures, and files that are missing."""
         if idle := [name for name in changed_fields(self) if name not in ON_PICTURES]:
             raise UserError(f"--{idle[0]}: does not act on pictures that are given; leave it out")
         if self.targets is None:
@@ -237,7 +237,7 @@ def check_run(key: str, folder: str) -> None:
 
 
 def check_files(config: ValidationConfig, prefix: str = "validation.") -> None:
-    """Refuse targets and what they are measured by, where it is not there; loads nothing."""
+    """Refuse missing files of the targets and of the models that measure; loads nothing."""
     check_path(f"{prefix}targets", target_file(config.targets))
     check_embedder(config, prefix)
     check_local(f"{prefix}clip_path", config.clip_path)
