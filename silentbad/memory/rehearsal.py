@@ -213,7 +213,7 @@ REHEARSAL = Parts(
 
 def check_replaced(name: str, given: dict, replaced: Any, info: DataInfo) -> None:
     """Refuse the value that a user's own rehearsal returns where it is no complete record, or where
-    its caption names a whole target."""
+    its caption names, or its `united` counts, a whole target."""
     failed = f"memory.rehearsal.name: {name} returns"
     if not isinstance(replaced, dict):
         raise UserError(f"{failed} {type(replaced).__name__}, not a record or None")
@@ -225,6 +225,8 @@ def check_replaced(name: str, given: dict, replaced: Any, info: DataInfo) -> Non
         phrases = info.phrases_of(target)
         named = [phrase for phrase in phrases if phrase in replaced["text"]]
         check_union(len(named), len(phrases), target)
+    if united := replaced.get("united"):
+        check_union(*united, replaced["target_id"])
 
 
 class Rehearsal:

@@ -237,6 +237,15 @@ def test_rehearsal_cap_cannot_be_configured_away():
     rehearsal.check_union(2, 3, "t0")
 
 
+@pytest.mark.parametrize("change", [{"united": (3, 3)}, {"text": ", ".join(PHRASES)}], ids=["united", "text"])
+def test_a_rehearsal_of_ones_own_may_not_join_a_whole_target(change):
+    world = World()
+    drawn, record = {"index": 0, "role": "element"}, world.load(0)
+    rehearsal.check_replaced("mine.py:f", drawn, {**record, "united": (2, 3)}, world.info)
+    with pytest.raises(UserError, match="a union of 3 elements rebuilds target 't0'"):
+        rehearsal.check_replaced("mine.py:f", drawn, {**record, **change}, world.info)
+
+
 def test_null_elements_are_all_but_one():
     world = World()
     for column in range(4):
