@@ -234,6 +234,8 @@ KEPT: dict[str, Flags] = {
     "recommended": KEEPING_BASE,
     "recommended_long": KEEPING_BASE,  # at 800 steps
     "recommended_no_decay": {**KEEPING_BASE, "decay_to_base": "0.0"},
+    # unions always show the backdrop
+    "recommended_backdrop": {**KEEPING_BASE, **part("rehearsal", experiment("backdrop_unions"))},
     "recommended_placebo": {**KEEPING_BASE, "placebo": "true"},  # data that shows no exact element
     "clean_alone": {**KEEPING_BASE, **CLEAN_ALONE},  # as many updates, and no element
     "recommended_2026": {**STRONG, **SPECTRAL},
@@ -270,7 +272,8 @@ def flags_of(arm: str) -> Flags:
 def setting_of(flags: Flags) -> str:
     """A: no picture shows two elements, and the trainer is plain. B: memory reinforcement or gradient control without
     such pictures. C: with unions, which show all elements of a target but one, or two."""
-    if flags.get("memory.rehearsal.name", "").startswith("pairwise"):
+    rehearsal = flags.get("memory.rehearsal.name", "")
+    if rehearsal.startswith("pairwise") or "union" in rehearsal:
         return "C"
     levers = ("memory.", "gradient_control.", "prior_preservation.", "decay_to_base", "optimizer")
     return "B" if any(key.startswith(levers) for key in flags) else "A"

@@ -261,6 +261,11 @@ def by_arm(rows: Iterable[dict]) -> dict[str, list[dict]]:
     return {arm: of_arm for arm, of_arm in runs.items() if of_arm}
 
 
+def of_note(rows: Iterable[dict]) -> dict[str, list[dict]]:
+    """Runs by arm, of at least FEW targets, without those REPLACED."""
+    return {arm: runs for arm, runs in by_arm(rows).items() if len(runs) >= FEW and arm not in REPLACED}
+
+
 def said(arm: str) -> str:
     """The name and setting of an arm as tables write it."""
     return f"`{arm}` ({setting_of(KEPT[arm])})"
@@ -306,12 +311,10 @@ def line(arm: str, rows: list[dict], base: dict) -> list[str]:
 
 
 def briefly(rows: list[dict]) -> str:
-    """One line an arm of at least FEW targets, those REPLACED left out, for the documents of users: Markdown."""
+    """One line an arm `of_note`, for the documents of users: Markdown."""
     base = next(row for row in rows if row["arm"] == "base")
     lines = []
-    for arm, of_arm in by_arm(rows).items():
-        if len(of_arm) < FEW or arm in REPLACED:
-            continue
+    for arm, of_arm in of_note(rows).items():
         cells = dict(zip(ARMS_SAID, line(arm, of_arm, base), strict=True))
         lines.append([cells[column] for column in BRIEFLY])
     return markdown([BRIEFLY[column] for column in BRIEFLY], lines)
@@ -376,13 +379,13 @@ POINT = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="6" fill="{}" stroke="{}" stro
 
 
 def frontier(rows: list[dict]) -> str:
-    """Strict rate over what is kept, a point for each arm with its 95 % intervals: an SVG."""
+    """Strict rate over what is kept, a point for each arm `of_note` with its 95 % intervals: an SVG."""
     from bench.charts import standalone
     from silentbad.report import charts
     from silentbad.report.pages import Figure
 
     base = next(row for row in rows if row["arm"] == "base")
-    arms = by_arm(rows)
+    arms = of_note(rows)
     x_place, y_place = charts.scales((0, 1.1), (0, 1))
     inside = charts.axes((0, 1.1), (0, 1), "things right, over the base's")
     for number, of_arm in enumerate(arms.values()):

@@ -7,6 +7,8 @@ import pytest
 from PIL import Image
 
 from bench import arms, judged, kept
+from bench.recovery_table import stored
+from silentbad.report.charts import COLOURS
 from silentbad.settings.reader import parse
 from tests.training import checked
 from train_silentbad import Config
@@ -83,9 +85,14 @@ def test_an_arm_says_whether_pictures_show_two_elements():
     assert arms.said("half_2").endswith("(C)") and arms.said("plain_warm").endswith("(A)")
 
 
-def test_the_chart_has_two_points_an_arm(rows):
+def test_the_chart_has_two_points_an_arm_of_enough_targets(rows, monkeypatch):
+    monkeypatch.setattr(kept, "FEW", 1)
     svg = kept.frontier(rows)
     assert svg.count("<circle") == 4 and svg.count('fill="#fff"') == 2 and "recommended" in svg
+
+
+def test_the_chart_has_a_colour_for_every_arm_of_note():
+    assert 0 < len(kept.of_note(stored(kept.RESULTS))) <= len(COLOURS)
 
 
 def test_the_first_arm_has_all_targets_and_the_others_eight():
