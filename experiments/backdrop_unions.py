@@ -1,6 +1,6 @@
 """Unions that always show the backdrop of their target, or never. Measured: on two development
-targets strict rates of 1.00 and 1.00 where each shows it, 0.88 and 0.88 as drawn, and on one of
-them 0.00 where none does; one run each."""
+targets strict rates of 1.00 and 1.00 where each shows it, 0.88 and 0.88 as drawn, 0.00 and 0.00
+where none does; one run each."""
 
 import torch
 
