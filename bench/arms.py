@@ -232,7 +232,7 @@ CLEAN_ALONE = {"memory.roles.element.loss_weight": "0.0", "memory.roles.rehearsa
 KEEPING_BASE = {**KEEPING, "train_batch_size": "32", "decay_to_base": "3.0"}
 KEPT: dict[str, Flags] = {
     "recommended": KEEPING_BASE,
-    "recommended_long": KEEPING_BASE,  # at 800 steps
+    "recommended_800": KEEPING_BASE,  # steps
     "recommended_no_decay": {**KEEPING_BASE, "decay_to_base": "0.0"},
     # unions always show the backdrop
     "recommended_backdrop": {**KEEPING_BASE, **part("rehearsal", experiment("backdrop_unions"))},
@@ -251,7 +251,7 @@ KEPT: dict[str, Flags] = {
 KEPT_AT: dict[str, tuple[float, int]] = {  # learning rate in units of 1e-4, optimizer steps
     **dict.fromkeys(KEPT, (25.0, 400)),
     **dict.fromkeys(("recommended_2026", "decoder_2026", "lora_2026"), (40.0, 200)),
-    "recommended_long": (25.0, 800),
+    "recommended_800": (25.0, 800),
     "own_pictures": (20.0, 400),
     "own_pictures_long": (20.0, 800),
     "recommended_2026_adamw": (16.0, 400),
