@@ -189,6 +189,8 @@ BLOCKS: dict[str, Block] = {
     "headroom": of(headroom.RESULTS, headroom.table),
     "kept": of(kept.RESULTS, kept.table),
     "kept-briefly": of(kept.RESULTS, kept.briefly),
+    "kept-pairs": of(kept.RESULTS, kept.pairs),
+    "kept-front": of(kept.RESULTS, kept.front),
     "kept-guidance": of(kept.RESULTS, kept.by_guidance),
     "kept-targets": of(kept.RESULTS, kept.by_target),
     "kept-judged": of(judged.JUDGED, judged.table, kept.RESULTS),

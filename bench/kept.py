@@ -40,6 +40,7 @@ from worlds.microworld.world import MICROWORLD
 
 RESULTS = Path(__file__).parent / "results" / "kept.jsonl"
 TARGETS = ";".join(map(str, range(2760, 2776)))  # of the arm that is recommended; others have the first eight
+PAIRED = ("2760", "2761", "2762", "2763")  # targets that most arms have
 UNSHOWN = ("umbrella", "boat", "heart", "ball")  # kinds that no clean picture shows
 GUIDANCE = (1.0, 2.0, 4.0)  # half of, at, and twice the validation's
 CAPTIONS = 96
@@ -242,6 +243,8 @@ ARMS_SAID = (
 
 FEW = 4  # targets, below which an arm's figures are left to research/results.md
 REPLACED = ("own_pictures", "own_pictures_long")  # stages on the way to `recommended`: left there too
+FRONT = ("recommended", "recommended_800", "recommended_2026")
+UNCHARTED = ("recommended_placebo",)  # at nought, as `clean_alone`
 BRIEFLY = {  # columns of the documents for users, and their words there
     "arm": "arm",
     "steps": "steps",
@@ -286,6 +289,11 @@ def table(rows: list[dict]) -> str:
     return markdown(ARMS_SAID, [line(arm, of_arm, base) for arm, of_arm in by_arm(rows).items()])
 
 
+def pairs(rows: list[dict]) -> str:
+    """`table` of the targets that most arms have, for comparisons of one target with itself: Markdown."""
+    return table([row for row in rows if row["arm"] == "base" or row["target"] in PAIRED])
+
+
 def line(arm: str, rows: list[dict], base: dict) -> list[str]:
     """The cells of an arm."""
     rates = [row["rate"] for row in rows]
@@ -308,6 +316,11 @@ def line(arm: str, rows: list[dict], base: dict) -> list[str]:
         interval(weights) if weights else "",
         f"{np.median([row['seconds'] for row in rows]) / 60:.1f}",
     ]
+
+
+def front(rows: list[dict]) -> str:
+    """`briefly`, of the arms on the front page: Markdown."""
+    return briefly([row for row in rows if row["arm"] in ("base", *FRONT)])
 
 
 def briefly(rows: list[dict]) -> str:
@@ -385,7 +398,7 @@ def frontier(rows: list[dict]) -> str:
     from silentbad.report.pages import Figure
 
     base = next(row for row in rows if row["arm"] == "base")
-    arms = of_note(rows)
+    arms = {arm: of_arm for arm, of_arm in of_note(rows).items() if arm not in UNCHARTED}
     x_place, y_place = charts.scales((0, 1.1), (0, 1))
     inside = charts.axes((0, 1.1), (0, 1), "things right, over the base's")
     for number, of_arm in enumerate(arms.values()):
