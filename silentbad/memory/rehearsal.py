@@ -225,8 +225,8 @@ def check_replaced(name: str, given: dict, replaced: Any, info: DataInfo) -> Non
         phrases = info.phrases_of(target)
         named = [phrase for phrase in phrases if phrase in replaced["text"]]
         check_union(len(named), len(phrases), target)
-    if united := replaced.get("united"):
-        check_union(*united, replaced["target_id"])
+    elements, of = replaced.get("united") or (0, 0)
+    check_union(elements, of, replaced["target_id"])
 
 
 class Rehearsal:
