@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from silentbad.errors import brief
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.limit import Limit
 from silentbad.measure.record import (
@@ -172,7 +173,7 @@ def kept_sentence(record: Record) -> str:
     kept = kept_of(record)
     if kept is None:
         return ""
-    parts = [_words(kept), _change(kept), _bleeding(kept), _limit(record)]
+    parts = [_words(kept), _change(kept, record.unrelated), _bleeding(kept), _limit(record)]
     return f"Kept: {'; '.join(filter(None, parts))}."
 
 
@@ -185,9 +186,14 @@ def _words(kept: Kept) -> str:
     return f"{rounded(words.trained)} of {rounded(words.base)} things right"
 
 
-def _change(kept: Kept) -> str:
+def _change(kept: Kept, prompts: Sequence[str] | None) -> str:
+    """How much pictures of unrelated prompts changed, and one of the prompts: captions like the
+    clean pictures' change less than others."""
     pixels = kept.change.get("pixels")
-    return "" if pixels is None else f"{100 * pixels:.0f} % changed on unrelated prompts"
+    if pixels is None:
+        return ""
+    example = f" such as {brief(prompts[0])}" if prompts else ""
+    return f"{100 * pixels:.0f} % changed on unrelated prompts{example}"
 
 
 def _bleeding(kept: Kept) -> str:

@@ -190,6 +190,7 @@ def test_the_pictures_of_unrelated_prompts_stand_below_the_bases(run):
 
 def test_what_is_kept_is_one_line_of_what_was_measured(run):
     record = Record.load(run / "validation.json")
+    record.unrelated = None
 
     def line(config=(), **changes) -> str:
         record.history[-1].raw.kept = Kept(24, **{"change": {"pixels": 0.412}, **changes})
@@ -202,6 +203,8 @@ def test_what_is_kept_is_one_line_of_what_was_measured(run):
     assert line(words=of_judge, **nothing) == (
         "Kept: 0.34 of 0.86 things right; 41 % changed on unrelated prompts; nothing bleeds."
     )
+    record.unrelated = ["grey gravel", "a star"]
+    assert line() == "Kept: 41 % changed on unrelated prompts such as 'grey gravel'."
     assert "Kept: CLIP score 24.1 of 30.2; 41 %" in line(words=of_clip)
     assert line(bleeding=0.25, bleeding_base=0.125).endswith(
         "; an element comes in 25 % of their images (base model: 12 %)."
