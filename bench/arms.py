@@ -272,8 +272,7 @@ def flags_of(arm: str) -> Flags:
 def setting_of(flags: Flags) -> str:
     """A: no picture shows two elements, and the trainer is plain. B: memory reinforcement or gradient control without
     such pictures. C: with unions, which show all elements of a target but one, or two."""
-    rehearsal = flags.get("memory.rehearsal.name", "")
-    if rehearsal.startswith("pairwise") or "union" in rehearsal:
+    if any(word in flags.get("memory.rehearsal.name", "") for word in ("pairwise", "union")):
         return "C"
     levers = ("memory.", "gradient_control.", "prior_preservation.", "decay_to_base", "optimizer")
     return "B" if any(key.startswith(levers) for key in flags) else "A"

@@ -183,7 +183,6 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
     entry = report["history"][-1]
     last = scores(entry)
     of_target = last["targets"][target]
-    keep_pictures(args.results, f"{arm}-{target}.png", out / f"samples/step-{entry['step']:06d}-raw/grid.png")
     row = {
         "arm": arm,
         "factor": factor,
@@ -209,6 +208,8 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
         "seconds": seconds[str(entry["step"])],
         "peak_mib": seconds["peak_mib"],
     }
+    # last, so that a run that fails before leaves none
+    keep_pictures(args.results, f"{arm}-{target}.png", out / f"samples/step-{entry['step']:06d}-raw/grid.png")
     shutil.rmtree(out)
     return row
 
@@ -243,7 +244,7 @@ ARMS_SAID = (
 
 FEW = 4  # targets, below which an arm's figures are left to research/results.md
 REPLACED = ("own_pictures", "own_pictures_long")  # stages on the way to `recommended`: left there too
-FRONT = ("recommended", "recommended_800", "recommended_2026")
+FRONT = ("recommended", "recommended_800", "recommended_2026")  # of README's table
 UNCHARTED = ("recommended_placebo",)  # at nought, as `clean_alone`
 BRIEFLY = {  # columns of the documents for users, and their words there
     "arm": "arm",
