@@ -11,11 +11,7 @@ from silentbad.settings.types import NotNegative, Small, UnionShare
 
 def largest(others: Others, target: str) -> int:
     """The element of a target that covers most: its backdrop, where it has one."""
-    masks = {}
-    for j in others.info.elements_of[target]:
-        record = others.load(int(others.info.rows[j][0]), picture=False)
-        masks[j] = record["mask"] or others.masks[j]
-    return max(masks, key=lambda j: area(masks[j]))
+    return max(others.info.elements_of[target], key=lambda j: area(others.mask(j)))
 
 
 def backdrop_unions(

@@ -40,11 +40,14 @@ def places(masks: list[torch.Tensor]) -> torch.Tensor:
 
 
 def to_x0(
-    scheduler: Any, pred: torch.Tensor, noisy_latents: torch.Tensor, timesteps: torch.Tensor
+    kind: str,
+    pred: torch.Tensor,
+    noisy_latents: torch.Tensor,
+    alpha: torch.Tensor,
+    sigma: torch.Tensor,
 ) -> torch.Tensor:
-    """The latents (B,C,h,w) without noise that a prediction stands for."""
-    kind = scheduler.config.prediction_type
-    alpha, sigma = levels(scheduler, timesteps, noisy_latents)
+    """The latents (B,C,h,w) without noise that a prediction of this type stands for. Its noise would
+    not do: at terminal SNR zero it tells nothing of them."""
     if kind == "v_prediction":
         return alpha * noisy_latents - sigma * pred
     if kind == "flow":
@@ -172,7 +175,8 @@ class RegionalDistillation:
             return None
         scheduler = self.facts.scheduler
         alpha, sigma = levels(scheduler, timesteps, drawing.latents)
-        x0 = to_x0(scheduler, pred, drawing.latents, timesteps)
+        kind = scheduler.config.prediction_type
+        x0 = to_x0(kind, pred, drawing.latents, alpha, sigma)
         noise = (drawing.latents - alpha * x0) / sigma
         alpha, sigma = levels(
             scheduler, torch.full_like(timesteps, drawing.timesteps[at]), drawing.latents

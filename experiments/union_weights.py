@@ -35,10 +35,7 @@ def union_weights(
     target = info.target[drawn]
     joined = [j for j in info.elements_of[target] if info.phrase[j] in union["phrases"]]
     size = union["image"].size
-    masks = []
-    for j in joined:
-        first = others.load(int(info.rows[j][0]), picture=False)
-        masks.append(fitted_mask(first["mask"] or others.masks[j], size))
+    masks = [fitted_mask(others.mask(j), size) for j in joined]
     masks.sort(key=area, reverse=True)  # as they lie over each other
 
     places = np.where(np.asarray(union["mask"]) >= 128, 0, -1)

@@ -13,7 +13,7 @@ from silentbad.data.elements import DataInfo
 from silentbad.data.loader import collate
 from silentbad.loop.hooks import MicroStep
 from silentbad.memory import probes, rehearsal
-from silentbad.memory.auxiliary import ModelAccess
+from silentbad.memory.auxiliary import ModelAccess, RunFacts
 from silentbad.model import diffusion
 from tests.tiny import tiny_pipeline
 
@@ -161,6 +161,21 @@ def bank_of(n):
         probes.Element(torch.randn(2, 4, 8, 8, generator=g), torch.ones(2, 1, 8, 8), ["x", "y"], [0, 1])
         for _ in range(n)
     ]
+
+
+def masked(memory):
+    """The same memory, its elements' latents with the masks of the world's boxes."""
+    for i, element in enumerate(memory.bank):
+        element.masks = torch.zeros(2, 1, 8, 8)
+        left, top, right, bottom = (edge // 2 for edge in BOXES[i % 3])
+        element.masks[:, :, top:bottom, left:right] = 1
+    return memory
+
+
+def facts_of(memory, world=None, scheduler=SD, seed=0):
+    """What an auxiliary is built from, of one process."""
+    info, tokenizer = (world or World()).info, tiny_pipeline().tokenizer
+    return RunFacts(info, memory.bank, memory, scheduler, tokenizer, seed, 0, 1)
 
 
 def phrase_memory(n=2, world=1, rank=0, **kw):

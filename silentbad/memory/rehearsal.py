@@ -40,6 +40,11 @@ class Others:
     load: Callable[..., dict]
     masks: dict[int, Image.Image]
 
+    def mask(self, element: int) -> Image.Image:
+        """The mask of an element's first record, or the estimated one."""
+        record = self.load(int(self.info.rows[element][0]), picture=False)
+        return record["mask"] or self.masks[element]
+
 
 # A rehearsal looks at a drawn record {"index", "role"} and returns another in its place, or None.
 def no_rehearsal(record: dict, g: torch.Generator, others: Others) -> dict | None:

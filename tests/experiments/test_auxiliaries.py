@@ -8,8 +8,8 @@ from experiments import and_distillation, gradient_norm, l2_sp
 from silentbad.errors import UserError
 from silentbad.loop.hooks import MicroStep
 from silentbad.memory import auxiliary
-from tests.tiny import tiny_pipeline, tiny_unet
-from tests.world import BOXES, PHRASES, SD, T, World, phrase_memory
+from tests.tiny import tiny_unet
+from tests.world import PHRASES, SD, T, World, facts_of, masked, phrase_memory
 
 
 def linear_eps(x, a, s, mean, var):
@@ -51,15 +51,10 @@ def test_and_target_equals_the_gaussian_closed_form():
 
 def distiller(**options):
     world = World()
-    memory = phrase_memory(n=5)
+    memory = masked(phrase_memory(n=5))
     for i, element in enumerate(memory.bank):
         element.rows = [int(r) for r in world.info.rows[i][:2]]
-        element.masks = torch.zeros(2, 1, 8, 8)
-        left, top = (edge // 2 for edge in BOXES[i % 3][:2])
-        right, bottom = (edge // 2 for edge in BOXES[i % 3][2:])
-        element.masks[:, :, top:bottom, left:right] = 1
-    facts = auxiliary.RunFacts(world.info, memory.bank, memory, SD, tiny_pipeline().tokenizer, 0, 0, 1)
-    return and_distillation.AndDistillation(tiny_unet(), facts, **options), memory
+    return and_distillation.AndDistillation(tiny_unet(), facts_of(memory, world), **options), memory
 
 
 def step_of(unet, predict, index=0):
@@ -92,11 +87,8 @@ def test_distillation_learns_the_closed_form_of_a_linear_score():
 
 
 def test_distillation_needs_the_strengths_that_it_waits_for():
-    world = World()
-    memory = phrase_memory(n=0)
-    facts = auxiliary.RunFacts(world.info, memory.bank, memory, SD, tiny_pipeline().tokenizer, 0, 0, 1)
     with pytest.raises(UserError, match="needs memory.phrase_memory.enabled=true"):
-        and_distillation.AndDistillation(tiny_unet(), facts)
+        and_distillation.AndDistillation(tiny_unet(), facts_of(phrase_memory(n=0)))
 
 
 def test_distillation_waits_for_the_weakest_element():

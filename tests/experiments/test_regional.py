@@ -6,28 +6,18 @@ import torch
 from experiments.regional import RegionalDistillation, places
 from silentbad.errors import UserError
 from silentbad.loop.hooks import MicroStep
-from silentbad.memory.auxiliary import RunFacts
 from silentbad.model.diffusion import levels, prediction_target
-from tests.tiny import tiny_pipeline
-from tests.world import BOXES, PHRASES, SD, ZERO, T, World, phrase_memory
+from tests.world import PHRASES, SD, ZERO, T, facts_of, masked, phrase_memory
 
 OF_T1 = ["a green fish", "a blue boat"]
 MEANS = {"": 0.0, **{phrase: i + 1.0 for i, phrase in enumerate([*PHRASES, *OF_T1])}}
 
 
-def covering(box, side=8):
-    mask = torch.zeros(1, side, side)
-    left, top, right, bottom = (edge // 2 for edge in box)
-    mask[:, top:bottom, left:right] = 1
-    return mask
-
-
 def part(scheduler=SD, masks=True, seed=0, **options):
-    world = World()
-    memory = phrase_memory(n=5)
-    for i, element in enumerate(memory.bank):
-        element.masks = covering(BOXES[i % 3])[None].repeat(2, 1, 1, 1) if masks else None
-    facts = RunFacts(world.info, memory.bank, memory, scheduler, tiny_pipeline().tokenizer, seed, 0, 1)
+    memory = masked(phrase_memory(n=5))
+    for element in memory.bank:
+        element.masks = element.masks if masks else None
+    facts = facts_of(memory, scheduler=scheduler, seed=seed)
     return RegionalDistillation(None, facts, **{"after": 0.0, "images": 2, **options})
 
 
@@ -35,12 +25,10 @@ def now(predict, step=0, progress=1.0):
     return MicroStep(step, 0, progress, {}, torch.zeros(1, 4, 8, 8), torch.zeros(1), None, None, None, predict)
 
 
-def exact(scheduler, composed=0.0, seen=None):
+def exact(scheduler, composed=0.0):
     """A model that knows: under a phrase alone every place of x0 is that phrase's mean, else `composed`."""
 
     def predict(x_t, t, texts, model=None, time_ids=None):
-        if seen is not None:
-            seen.append((x_t, t, texts))
         means = torch.tensor([MEANS.get(text, composed) for text in texts])[:, None, None, None]
         x0 = means.expand_as(x_t)
         alpha, sigma = levels(scheduler, t, x_t)
@@ -95,16 +83,13 @@ def test_only_the_composed_prompt_has_a_gradient_and_it_names_every_phrase():
 def test_what_is_drawn_is_the_composition():
     """After the last step of DDIM each place is what its own phrase says, though the composed prompt says nought."""
     p = part(guidance_scale=1.0, num_inference_steps=12)
-    predict, last = exact(SD), None
     for step in range(200):
         drawing = p.drawing or p.begin(step, 0, "cpu")
-        p(now(predict, step))
+        p(now(exact(SD), step))
         if p.drawing is None and drawing.phrases[0] == PHRASES[0]:
-            t = torch.full((2,), drawing.timesteps[-1])
-            alpha, sigma = levels(SD, t, drawing.latents)
-            last = drawing, alpha, sigma
             break
-    drawing, alpha, sigma = last
+    assert p.drawing is None
+    alpha, sigma = levels(SD, torch.full((2,), drawing.timesteps[-1]), drawing.latents)
     expected = sum(MEANS[phrase] * place for phrase, place in zip(PHRASES, drawing.places, strict=True))
     assert (drawing.latents - alpha * expected).abs().max() < 5 * sigma.max()
     assert drawing.timesteps[0] > T * 0.95 and drawing.timesteps[-1] < T * 0.1
