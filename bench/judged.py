@@ -20,9 +20,10 @@ from torchvision.transforms.functional import to_pil_image
 from tqdm import tqdm
 
 from bench.arms import KEPT
-from bench.kept import BASE, RESULTS, data_of
+from bench.kept import RESULTS, data_of
+from bench.kept_worlds import MICRO
 from bench.published_table import interval, markdown
-from bench.recovery import ROOT, scores
+from bench.recovery import scores
 from bench.recovery_table import append, stored
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import load_targets
@@ -46,7 +47,7 @@ def images_of(archive: zipfile.ZipFile, name: str) -> list[Image.Image]:
 
 @cache
 def autoencoder() -> AutoencoderKL:
-    return AutoencoderKL.from_pretrained(ROOT / BASE / "vae").eval()
+    return AutoencoderKL.from_pretrained(MICRO.base / "vae").eval()
 
 
 def targets_file(arm: str, target: str) -> Path:
@@ -70,7 +71,7 @@ def judged(targets: Path, images: list[Image.Image]) -> dict:
         for number, image in enumerate(images):
             image.save(pictures / f"{number:02d}.png")
         config = ValidationConfig(targets=str(targets))
-        judge(config, pictures=str(pictures), pipeline=str(ROOT / BASE), output_dir=str(out))
+        judge(config, pictures=str(pictures), pipeline=str(MICRO.base), output_dir=str(out))
         report = json.loads((out / "validation.json").read_text())
     (of_target,) = scores(report["history"][-1])["targets"].values()
     rates = {name: of_target[name] for name in ("rate", "whole_rate")}

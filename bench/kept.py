@@ -3,14 +3,15 @@
     python -m bench.kept                       the reported arms on the reported targets, then the tables and the chart
     python -m bench.kept --smoke               two arms on one development target at few steps, in minutes
     python -m bench.kept --targets "100;103" --arms plain     development: 0-999, with --results of one's own
+    python -m bench.kept --world emoji         in the emoji world, on the base that `make world-base` trains
 
-One run of train_silentbad.py an arm and target. No clean picture shows, and no clean caption names, four of the twelve
-kinds (`UNSHOWN`); an arm whose base draws its own clean pictures has no other clean picture. Of the final pipeline
-held-out captions of all kinds are drawn at half of, at, and at twice the guidance of the validation, and the bundled
-judge says how many of the things that they name are right at their places. Every run becomes one JSON line of
-bench/results/kept.jsonl, with the change of the weights, the change of pictures and bleeding as the run itself measured
-them; its images of the composed prompt go to kept-pictures.zip. A run that is stored is not made again, and several
-processes may work on one file. The protocol is research/protocol.md.
+One run of train_silentbad.py an arm and target. No clean picture shows, and no clean caption names, a third of the
+kinds (`unshown` in bench/kept_worlds.py); an arm whose base draws its own clean pictures has no other clean picture. Of
+the final pipeline held-out captions of all kinds are drawn at half of, at, and at twice the guidance of the validation,
+and the bundled judge says how many of the things that they name are right at their places. Every run becomes one JSON
+line of bench/results/kept.jsonl, with the change of the weights, the change of pictures and bleeding as the run itself
+measured them; its images of the composed prompt go to kept-pictures.zip. A run that is stored is not made again, and
+several processes may work on one file. The protocol is research/protocol.md.
 """
 
 import argparse
@@ -30,38 +31,30 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from bench.arms import KEPT, KEPT_AT, setting_of
+from bench.kept_worlds import MICRO, WORLDS, Judged
+from bench.kept_worlds import of_base as world_of
 from bench.published import HELD_OUT, NULLS, per_phrase, regime
 from bench.published_table import CLEAN, IMAGES, interval, markdown
 from bench.recovery import ROOT, WORK, claimed, data_set, facts, kept, scores
 from bench.recovery_table import append, stored
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval
-from worlds.microworld.grammar import KINDS, Scene, sample_scene
-from worlds.microworld.world import MICROWORLD
 
-RESULTS = Path(__file__).parent / "results" / "kept.jsonl"
-TARGETS = ";".join(map(str, range(2760, 2776)))  # of the arm that is recommended; others have the first eight
+RESULTS = MICRO.results
 PAIRED = ("2760", "2761", "2762", "2763")  # targets that most arms have
-UNSHOWN = ("umbrella", "boat", "heart", "ball")  # kinds that no clean picture shows
 GUIDANCE = (1.0, 2.0, 4.0)  # half of, at, and twice the validation's
 CAPTIONS = 96
 STEPS = 12  # of sampling
-BASE = "assets/micro-sd"
 UNRELATED = 48  # prompts that the run itself draws
-SHOWN = [kind for kind in KINDS if kind not in UNSHOWN]
 Counts = dict[str, dict[str, list[int]]]  # {guidance: {kind: [right, named]}}
 
 
 # ---------------------------------------------------------------- data
-def shows_unshown(text: str) -> bool:
-    """Whether a caption names a kind that no clean picture may show."""
-    return not {*UNSHOWN}.isdisjoint(text.replace(",", " ").split())
-
-
-def data_of(target: str, flags: dict[str, str], placebo: bool = False) -> Path:
+def data_of(target: str, flags: dict[str, str], placebo: bool = False, of: Judged = MICRO) -> Path:
     """The target's data set, its clean pictures without the kinds left out; none where the base draws its own."""
     more = ("--placebo",) * placebo
-    images = per_phrase(target, CLEAN, 0.1)
-    source = data_set(target, 0, images, {}, clean=2 * CLEAN, more=more, nulls=NULLS["target"])
+    name = of.world.name
+    images = per_phrase(target, CLEAN, 0.1, name)
+    source = data_set(target, 0, images, {}, clean=2 * CLEAN, more=more, nulls=NULLS["target"], world=name)
     own = "prior_preservation.num_images" in flags
     out = source.with_name(f"{source.name}-{'own' if own else 'kept'}")
     if out.exists():
@@ -69,7 +62,7 @@ def data_of(target: str, flags: dict[str, str], placebo: bool = False) -> Path:
     draft = out.with_name(f"{out.name}.{os.getpid()}")
     shutil.copytree(source, draft, copy_function=os.link)
     records = stored(draft / "metadata.jsonl")
-    clean = [r for r in records if r["role"] == "clean" and not shows_unshown(r["text"])]
+    clean = [r for r in records if r["role"] == "clean" and not of.shows_unshown(r["text"])]
     kept_records = [r for r in records if r["role"] != "clean"]
     kept_records += [] if own else clean[: CLEAN + HELD_OUT]
     (draft / "metadata.jsonl").unlink()
@@ -81,39 +74,42 @@ def data_of(target: str, flags: dict[str, str], placebo: bool = False) -> Path:
     return out
 
 
-def scenes(address: str, n: int, shown_alone: bool) -> list[Scene]:
-    """Scenes of one to three things whose captions name every colour and place."""
-    rng = MICROWORLD.rng("bench", address)
-    drawn: list[Scene] = []
+def scenes(address: str, n: int, shown_alone: bool, of: Judged = MICRO) -> list[Any]:
+    """Scenes of one to three things whose captions name every attribute and place."""
+    rng = of.world.rng("bench", address)
+    drawn: list[Any] = []
     while len(drawn) < n:
-        scene = sample_scene(rng, detail=1.0, count=1 + len(drawn) % 3)
-        if not (shown_alone and any(thing.kind in UNSHOWN for thing in scene.things)):
+        scene = of.world.sample_scene(rng, detail=1.0, count=1 + len(drawn) % 3)
+        if not (shown_alone and any(thing.kind in of.unshown for thing in scene.things)):
             drawn.append(scene)
     return drawn
 
 
-def prompts_file(name: str, n: int, shown_alone: bool) -> Path:
+def prompts_file(name: str, n: int, shown_alone: bool, of: Judged = MICRO) -> Path:
     """Captions of such scenes, one a line."""
-    file = WORK / f"{name}-{n}.txt"
+    file = WORK / f"{'' if of is MICRO else f'{of.world.name}-'}{name}-{n}.txt"
     if not file.exists():
         draft = file.with_suffix(f".{os.getpid()}")
         draft.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text("".join(f"{scene.caption}\n" for scene in scenes(name, n, shown_alone)))
+        draft.write_text("".join(f"{scene.caption}\n" for scene in scenes(name, n, shown_alone, of)))
         draft.rename(file)
     return file
 
 
 # ---------------------------------------------------------------- what is kept
 @cache
-def judge() -> Any:
+def judge(world: str) -> Any:
     from worlds.microworld.export import load_judge
 
-    return load_judge(ROOT / BASE / "judge" / "model.safetensors")
+    of = WORLDS[world]
+    return load_judge(of.base / "judge" / "model.safetensors", of.world)
 
 
-def things_right(pipeline: str | Path, captions: int = CAPTIONS, lora: Path | None = None) -> Counts:
-    """Of the things that held-out captions name, how many have their kind and colour at their place; `lora` the
-    folder of adapters on the pipeline."""
+def things_right(
+    pipeline: str | Path, captions: int = CAPTIONS, lora: Path | None = None, of: Judged = MICRO
+) -> Counts:
+    """Of the things that held-out captions name, how many have their kind (and colour, in the microworld) at their
+    place; `lora` the folder of adapters on the pipeline."""
     import torch
     from diffusers import StableDiffusionPipeline
 
@@ -123,16 +119,17 @@ def things_right(pipeline: str | Path, captions: int = CAPTIONS, lora: Path | No
     pipe = StableDiffusionPipeline.from_pretrained(pipeline)
     if lora is not None:
         pipe.load_lora_weights(lora)
-    held_out = export.held_out_scenes(captions)
+    held_out = of.held_out(captions)
     things = [(number, thing) for number, scene in enumerate(held_out) for thing in scene.things]
+    sees = judge(of.world.name)
     counts: Counts = {}
     for guidance in GUIDANCE:
         pictures = export.generate(pipe, [s.caption for s in held_out], steps=STEPS, guidance=guidance)
         with torch.no_grad():
-            logits = judge()(crops(pictures, [(number, *MICROWORLD.spot(thing)) for number, thing in things]))
-        truth = judge().truth([thing for _, thing in things])
+            logits = sees(crops(pictures, [(number, *of.world.spot(thing)) for number, thing in things]))
+        truth = sees.truth([thing for _, thing in things])
         right = torch.stack([logits[name].argmax(1) == truth[name] for name in truth]).all(0)
-        by_kind: dict[str, list[int]] = {kind: [0, 0] for kind in KINDS}
+        by_kind: dict[str, list[int]] = {kind: [0, 0] for kind in of.kinds}
         for (_, thing), correct in zip(things, right.tolist(), strict=True):
             by_kind[thing.kind][0] += correct
             by_kind[thing.kind][1] += 1
@@ -140,10 +137,12 @@ def things_right(pipeline: str | Path, captions: int = CAPTIONS, lora: Path | No
     return counts
 
 
-def right_after(out: Path, captions: int) -> Counts:
+def right_after(out: Path, captions: int, of: Judged) -> Counts:
     """The same of what a run has left: a pipeline, or adapters of the base."""
     lora = out / "lora"
-    return things_right(BASE, captions, lora) if lora.is_dir() else things_right(out / "pipeline", captions)
+    if lora.is_dir():
+        return things_right(of.base, captions, lora, of)
+    return things_right(out / "pipeline", captions, of=of)
 
 
 def share(counts: Counts, base: Counts, guidance: str, kinds: Sequence[str]) -> float:
@@ -159,12 +158,13 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
     placebo = bool(flags_of_arm.pop("placebo", False))
     factor, steps = KEPT_AT[arm]
     steps = args.steps or steps
-    data = data_of(target, flags_of_arm, placebo)
+    of = WORLDS[args.world]
+    data = data_of(target, flags_of_arm, placebo, of)
     if "prior_preservation.num_images" in flags_of_arm:
         count = args.own or int(flags_of_arm["prior_preservation.num_images"])
         flags_of_arm |= {
             "prior_preservation.num_images": str(count),
-            "prior_preservation.prompts": str(prompts_file("own", count, shown_alone=True)),
+            "prior_preservation.prompts": str(prompts_file("own", count, shown_alone=True, of=of)),
         }
     out = WORK / f"kept-{os.getpid()}"
     flags = {
@@ -173,10 +173,11 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
         "validation.images_per_target": args.images,
         "validation.guidance_scale": GUIDANCE[1],
         "validation.num_inference_steps": STEPS,
-        "validation.prompts": prompts_file("unrelated", UNRELATED, shown_alone=False),
+        "validation.prompts": prompts_file("unrelated", UNRELATED, shown_alone=False, of=of),
         "validation.unrelated_images": UNRELATED,
         # where no picture shows two elements, which phrase switches which element off
         "validation.controls": "never" if setting_of(flags_of_arm) == "C" else "final",
+        **of.flags,
         **flags_of_arm,
     }
     report, seconds = kept(arm, flags)
@@ -202,7 +203,7 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
             if cell.startswith(("phrase-", "without-"))
         },
         "captions": args.captions,
-        "right": right_after(out, args.captions),
+        "right": right_after(out, args.captions, of),
         "kept": last["kept"],
         "clean_error": [scores(e)["drift"].get("clean_eps_mse") for e in (report["history"][0], entry)],
         "seconds": seconds[str(entry["step"])],
@@ -223,7 +224,9 @@ def keep_pictures(results: Path, name: str, grid: Path) -> None:
 
 def of_base(args: argparse.Namespace) -> dict:
     """The base's row, which has no target."""
-    return {"arm": "base", "target": None, "captions": args.captions, "right": things_right(BASE, args.captions)}
+    of = WORLDS[args.world]
+    right = things_right(of.base, args.captions, of=of)
+    return {"arm": "base", "world": args.world, "target": None, "captions": args.captions, "right": right}
 
 
 # ---------------------------------------------------------------- tables
@@ -300,8 +303,7 @@ def line(arm: str, rows: list[dict], base: dict) -> list[str]:
     rates = [row["rate"] for row in rows]
     back = sum(rate >= 0.5 for rate in rates)
     low, high = binomial_interval(back, len(rates))
-    shown_at, shown = lowest(rows, base, SHOWN)
-    unshown_at, unshown = lowest(rows, base, UNSHOWN)
+    (shown_at, shown), (unshown_at, unshown) = (lowest(rows, base, kinds) for kinds in world_of(base).both)
     weights = [max(size["norm"] for size in row["kept"]["size"].values()) for row in rows if row["kept"].get("size")]
     return [
         said(arm),
@@ -337,17 +339,18 @@ def briefly(rows: list[dict]) -> str:
 def by_guidance(rows: list[dict]) -> str:
     """Things right over the base's at each guidance scale, of kinds shown and not shown: Markdown."""
     base = next(row for row in rows if row["arm"] == "base")
+    both = world_of(base).both
     head = ["arm", *(f"shown, guidance {g}" for g in base["right"]), *(f"not shown, {g}" for g in base["right"])]
     lines = []
     for arm, of_arm in by_arm(rows).items():
         cells = [said(arm)]
-        for kinds in (SHOWN, UNSHOWN):
+        for kinds in both:
             for guidance in base["right"]:
                 shares = [share(row["right"], base["right"], guidance, kinds) for row in of_arm]
                 cells.append(f"{np.mean(shares):.2f}")
         lines.append(cells)
     cells = ["base, of all things"]
-    for kinds in (SHOWN, UNSHOWN):
+    for kinds in both:
         for guidance in base["right"]:
             right, named = (sum(base["right"][guidance][kind][k] for kind in kinds) for k in (0, 1))
             cells.append(f"{right / named:.2f} ({named})")
@@ -357,12 +360,11 @@ def by_guidance(rows: list[dict]) -> str:
 def by_target(rows: list[dict]) -> str:
     """One line a run: Markdown."""
     base = next(row for row in rows if row["arm"] == "base")
+    both = world_of(base).both
     lines = []
     for arm, of_arm in by_arm(rows).items():
         for row in of_arm:
-            kept_of = [
-                min(share(row["right"], base["right"], g, kinds) for g in base["right"]) for kinds in (SHOWN, UNSHOWN)
-            ]
+            kept_of = [min(share(row["right"], base["right"], g, kinds) for g in base["right"]) for kinds in both]
             elements = rates_of(row["elements"])
             cells = [said(arm), row["target"], f"{row['rate']:.2f}", elements, *(f"{kept:.2f}" for kept in kept_of)]
             lines.append([*cells, f"{row['kept']['change']['pixels']:.2f}"])
@@ -399,13 +401,14 @@ def frontier(rows: list[dict]) -> str:
     from silentbad.report.pages import Figure
 
     base = next(row for row in rows if row["arm"] == "base")
+    both = world_of(base).both
     arms = {arm: of_arm for arm, of_arm in of_note(rows).items() if arm not in UNCHARTED}
     x_place, y_place = charts.scales((0, 1.1), (0, 1))
     inside = charts.axes((0, 1.1), (0, 1), "things right, over the base's")
     for number, of_arm in enumerate(arms.values()):
         colour = charts.COLOURS[number % len(charts.COLOURS)]
         rates = [row["rate"] for row in of_arm]
-        for kinds, fill in ((SHOWN, colour), (UNSHOWN, "#fff")):
+        for kinds, fill in zip(both, (colour, "#fff"), strict=True):
             shares = lowest(of_arm, base, kinds)[1]
             x, y = x_place(float(np.mean(shares))), y_place(float(np.mean(rates)))
             if len(rates) > 1:
@@ -438,16 +441,22 @@ def runs(args: argparse.Namespace) -> list[tuple[str, str]]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", default=",".join(KEPT), help="the first on all targets, others on the first eight")
-    parser.add_argument("--targets", default=TARGETS, help="separated by ';'")
+    parser.add_argument("--world", choices=WORLDS, default="microworld")
+    parser.add_argument("--targets", help="separated by ';'; default: those reported")
     parser.add_argument("--every-target", action="store_true", help="all arms on all targets")
     parser.add_argument("--steps", type=int, help="optimizer steps, in place of each arm's own")
     parser.add_argument("--images", type=int, default=IMAGES, help="of the composed prompt")
     parser.add_argument("--captions", type=int, default=CAPTIONS, help="held-out ones that are judged")
     parser.add_argument("--own", type=int, help="pictures that the base draws, in place of the arm's number")
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, help="default: those of the world in bench/results")
     parser.add_argument("--smoke", action="store_true", help="two arms on one development target, in minutes")
     args = parser.parse_args(argv)
+    of = WORLDS[args.world]
+    if not (of.base / "model_index.json").is_file():
+        parser.exit(2, f"error: --world {args.world}: no pipeline at {of.base}; `make world-base` trains it\n")
+    args.targets = args.targets or of.targets
+    args.results = args.results or of.results
     if args.smoke:
         smoke = {"arms": "recommended,recommended_2026", "targets": "103", "steps": 60, "images": 4, "captions": 24}
         vars(args).update(smoke, own=64, results=WORK / "kept-smoke.jsonl")

@@ -20,7 +20,8 @@ from statistics import mean
 from tqdm import tqdm
 
 from bench.arms import KEPT, KEPT_AT, said
-from bench.kept import SHOWN, UNSHOWN, data_of, lowest, prompts_file, things_right
+from bench.kept import data_of, lowest, prompts_file, things_right
+from bench.kept_worlds import MICRO
 from bench.published import HELD_OUT, NULLS, regime
 from bench.published_table import IMAGES, interval, markdown
 from bench.recovery import BASE, WORK, data_set, facts, kept, scores
@@ -145,7 +146,7 @@ def model_by_stage(read: Read) -> str:
         rows = [row for row in read(RESULTS.name) if row.get("sequence") == sequence and row["place"] == 0]
         for stage in sorted({row["stage"] for row in rows}):
             part = [row for row in rows if row["stage"] == stage]
-            shares = [interval(lowest(part, base, kinds)[1]) for kinds in (SHOWN, UNSHOWN)]
+            shares = [interval(lowest(part, base, kinds)[1]) for kinds in MICRO.both]
             lines.append([f"`{sequence}`", f"{stage + 1}", *shares])
     return markdown(("each stage", "targets learnt", "things right, kinds shown", "kinds not shown"), lines)
 

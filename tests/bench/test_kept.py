@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from bench import arms, judged, kept
+from bench.kept_worlds import MICRO, WORLDS
 from bench.recovery_table import stored
 from silentbad.report.charts import COLOURS
 from silentbad.settings.reader import parse
@@ -17,7 +18,7 @@ HALF_BASE = 10  # things right of a kind, of 20
 
 
 def counts(shown: int, unshown: int) -> kept.Counts:
-    of_kind = {kind: [unshown if kind in kept.UNSHOWN else shown, 20] for kind in kept.KINDS}
+    of_kind = {kind: [unshown if kind in MICRO.unshown else shown, 20] for kind in MICRO.kinds}
     return {f"{guidance:g}": dict(of_kind) for guidance in kept.GUIDANCE}
 
 
@@ -39,20 +40,28 @@ def rows() -> list[dict]:
 
 @pytest.mark.parametrize("text, shows", [("a red ball, under a night sky", True), ("a cat, a hat", False), ("", False)])
 def test_kinds_that_are_left_out_are_found_in_captions(text, shows):
-    assert kept.shows_unshown(text) == shows
+    assert MICRO.shows_unshown(text) == shows
+
+
+def test_a_kind_of_two_words_is_not_one_of_them():
+    emoji = WORLDS["emoji"]
+    assert "dog" in emoji.unshown and "hot-dog" in emoji.shown
+    assert emoji.shows_unshown("a small dog at the top left, in a starry sky")
+    assert not emoji.shows_unshown("a big hot dog at the top left")
+    assert emoji.any_kind.findall("a hot dog and an elephant") == ["hot dog", "elephant"]
 
 
 def test_prompts_of_the_base_name_no_kind_left_out_and_held_out_ones_do():
-    assert not any(kept.shows_unshown(s.caption) for s in kept.scenes("own", 60, shown_alone=True))
-    assert any(kept.shows_unshown(s.caption) for s in kept.scenes("unrelated", 60, shown_alone=False))
+    assert not any(MICRO.shows_unshown(s.caption) for s in kept.scenes("own", 60, shown_alone=True))
+    assert any(MICRO.shows_unshown(s.caption) for s in kept.scenes("unrelated", 60, shown_alone=False))
 
 
 def test_what_is_kept_is_the_lowest_guidance_over_targets(rows):
     base = rows[0]
-    guidance, shares = kept.lowest(rows[1:3], base, kept.SHOWN)
+    guidance, shares = kept.lowest(rows[1:3], base, MICRO.shown)
     assert (guidance, shares) == ("4", [1.0, 0.4])
-    assert kept.lowest(rows[1:3], base, kept.UNSHOWN)[1] == [1.0, 0.2]
-    assert kept.share(base["right"], base["right"], "1", kept.SHOWN) == 1
+    assert kept.lowest(rows[1:3], base, MICRO.unshown)[1] == [1.0, 0.2]
+    assert kept.share(base["right"], base["right"], "1", MICRO.shown) == 1
 
 
 def test_a_line_an_arm_in_every_table(rows):

@@ -1,6 +1,6 @@
 """Tables of several targets in one model, from rows."""
 
-from bench.kept import KINDS, UNSHOWN
+from bench.kept_worlds import MICRO
 from bench.many import at_once, by_stage, differences, drawn_prompts, model_by_stage, phrases_of
 
 PAIR = "102,106"  # "a yellow house, on a green meadow" is said of both
@@ -23,7 +23,7 @@ def test_a_target_is_counted_from_its_own_stage_on():
 
 def test_the_model_after_each_stage_stands_by_kinds():
     def right(shown, unshown):
-        return {"2": {kind: [unshown if kind in UNSHOWN else shown, 10] for kind in KINDS}}
+        return {"2": {kind: [unshown if kind in MICRO.unshown else shown, 10] for kind in MICRO.kinds}}
 
     rows = sequence([[1.0, 1.0], [1.0, 1.0]])
     rows = [{**row, "sequence": "rehearsed", "right": right(8 - row["stage"], 4)} for row in rows]

@@ -22,10 +22,11 @@ from safetensors.torch import load_file, save_file
 from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.progress import Bar
 from silentbad.rng import generator
+from worlds.interface import World
 from worlds.microworld.copies import pictures, to_bytes
 from worlds.microworld.networks import new_scheduler
 from worlds.microworld.oracle import Judge, judged, round_trip_psnr
-from worlds.microworld.world import CAPTIONS, held_out_scenes
+from worlds.microworld.world import CAPTIONS, MICROWORLD, held_out_scenes
 
 
 @torch.no_grad()
@@ -144,8 +145,8 @@ def save_judge(judge: Judge, path: Path) -> None:
     save_file({k: v.half().contiguous() for k, v in judge.state_dict().items()}, path)
 
 
-def load_judge(path: Path) -> Judge:
-    judge = Judge()
+def load_judge(path: Path, world: World = MICROWORLD) -> Judge:
+    judge = Judge(world)
     judge.load_state_dict({k: v.float() for k, v in load_file(path).items()})
     return judge.eval().requires_grad_(False)
 

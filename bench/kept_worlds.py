@@ -1,0 +1,86 @@
+"""The worlds in which what is kept is judged: `--world` of `python -m bench.kept`."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from worlds.emoji import world as emoji
+from worlds.emoji.nouns import NOUNS
+from worlds.interface import World
+from worlds.microworld import world as microworld
+from worlds.microworld.grammar import KINDS
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A world, its base and that base's judge, and which kinds of things no clean picture shows."""
+
+    world: World
+    base: Path
+    kinds: tuple[str, ...]
+    unshown: tuple[str, ...]
+    held_out: Callable[[int], list]  # scenes that no stage of the base's training has seen
+    results: Path
+    targets: str  # of the arm that is recommended; others have the first eight
+    flags: dict[str, str] = field(default_factory=dict)  # of every run
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        return tuple(kind for kind in self.kinds if kind not in self.unshown)
+
+    @property
+    def both(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Kinds that clean pictures show, and the others."""
+        return self.shown, self.unshown
+
+    @cached_property
+    def spoken(self) -> dict[str, str]:
+        """Words of a caption -> the kind they name."""
+        return {kind if kind == "t-shirt" else kind.replace("-", " "): kind for kind in self.kinds}
+
+    @cached_property
+    def any_kind(self) -> re.Pattern[str]:
+        longest_first = sorted(self.spoken, key=len, reverse=True)  # a hot dog is no dog
+        return re.compile(rf"\b({'|'.join(map(re.escape, longest_first))})\b")
+
+    def shows_unshown(self, text: str) -> bool:
+        """Whether a caption names a kind that no clean picture may show."""
+        return any(self.spoken[words] in self.unshown for words in self.any_kind.findall(text))
+
+
+EMOJI_BASE = ROOT / "runs" / "emoji-base"
+WORLDS = {
+    "microworld": Judged(
+        world=microworld.MICROWORLD,
+        base=ROOT / "assets" / "micro-sd",
+        kinds=tuple(KINDS),
+        unshown=("umbrella", "boat", "heart", "ball"),
+        held_out=microworld.held_out_scenes,
+        results=RESULTS / "kept.jsonl",
+        targets=";".join(map(str, range(2760, 2776))),
+    ),
+    "emoji": Judged(
+        world=emoji.EMOJI,
+        base=EMOJI_BASE / "pipeline",
+        kinds=NOUNS,
+        unshown=NOUNS[::3],
+        held_out=emoji.held_out_scenes,
+        results=RESULTS / "kept-emoji.jsonl",
+        targets=";".join(map(str, range(2834, 2842))),
+        flags={
+            "pretrained_model_name_or_path": str(EMOJI_BASE / "pipeline"),
+            "validation.embedder_path": str(EMOJI_BASE / "embedder"),
+        },
+    ),
+}
+MICRO = WORLDS["microworld"]
+
+
+def of_base(base: dict) -> Judged:
+    """The world of rows beside this row of their base."""
+    return WORLDS[base.get("world", "microworld")]
