@@ -230,12 +230,21 @@ KEEPING = {
 }
 CLEAN_ALONE = {"memory.roles.element.loss_weight": "0.0", "memory.roles.rehearsal.loss_weight": "0.0"}
 KEEPING_BASE = {**KEEPING, "train_batch_size": "32", "decay_to_base": "3.0"}
+UNIONS = {
+    **KEEPING_BASE,
+    **part("rehearsal", "pairwise", elements=None, share=0.75, backdrop=True),
+    "decay_to_base": "5.0",
+}
 KEPT: dict[str, Flags] = {
     "recommended": KEEPING_BASE,
     "recommended_800": KEEPING_BASE,  # steps
     "recommended_no_decay": {**KEEPING_BASE, "decay_to_base": "0.0"},
     # unions always show the backdrop
-    "recommended_backdrop": {**KEEPING_BASE, **part("rehearsal", experiment("backdrop_unions"))},
+    "recommended_backdrop": {**KEEPING_BASE, **part("rehearsal", "pairwise", elements=None, backdrop=True)},
+    # three of four element pictures are such unions, and weights decay more
+    "recommended_unions": UNIONS,
+    "recommended_unions_64": {**UNIONS, "train_batch_size": "64"},  # as many steps of 64 pictures
+    "recommended_unions_placebo": {**UNIONS, "placebo": "true"},
     "recommended_placebo": {**KEEPING_BASE, "placebo": "true"},  # data that shows no exact element
     "clean_alone": {**KEEPING_BASE, **CLEAN_ALONE},  # as many updates, and no element
     "recommended_2026": {**STRONG, **SPECTRAL},

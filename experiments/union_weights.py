@@ -7,7 +7,7 @@ from PIL import Image
 
 from silentbad.memory.masks import area, fitted_mask
 from silentbad.memory.rehearsal import Others, pairwise
-from silentbad.settings.types import NotNegative, Small, UnionShare, Weight
+from silentbad.settings.types import NotNegative, Small, Unit, Weight
 
 
 def union_weights(
@@ -15,7 +15,7 @@ def union_weights(
     g: torch.Generator,
     others: Others,
     *,
-    share: UnionShare = 0.25,
+    share: Unit = 0.25,
     elements: Small | None = 2,
     feather: NotNegative = 1.5,
     power: Weight = 1.0,

@@ -6,6 +6,7 @@ option.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from PIL import Image, ImageChops
 from silentbad import rng
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError, user_errors
-from silentbad.memory.masks import fitted, fitted_mask, overlaid
+from silentbad.memory.masks import area, fitted, fitted_mask, overlaid
 from silentbad.settings.memory import PLACED, ROLES
 from silentbad.settings.registries import Parts
-from silentbad.settings.types import NotNegative, Small, UnionShare, Unit
+from silentbad.settings.types import NotNegative, Small, Unit
 from silentbad.settings.user_code import is_place
 
 
@@ -44,6 +45,16 @@ class Others:
         """The mask of an element's first record, or the estimated one."""
         record = self.load(int(self.info.rows[element][0]), picture=False)
         return record["mask"] or self.masks[element]
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """The share of the picture that each element's mask covers; 0 where there is none."""
+        shares = []
+        for element, rows in enumerate(self.info.rows):
+            record = self.load(int(rows[0]), picture=False)
+            mask = record["mask"] or self.masks.get(element)
+            shares.append(area(mask) / (mask.width * mask.height) if mask else 0.0)
+        return shares
 
 
 # A rehearsal looks at a drawn record {"index", "role"} and returns another in its place, or None.
@@ -95,12 +106,14 @@ def pairwise(
     g: torch.Generator,
     others: Others,
     *,
-    share: UnionShare = 0.25,
+    share: Unit = 0.25,
     elements: Small | None = 2,
+    backdrop: bool = False,
     feather: NotNegative = 1.5,
 ) -> dict | None:
     """Pictures of `elements` elements of one target laid over each other at their native places,
-    null: as many as may be, k-1; the mask is their union.
+    null: as many as may be, k-1; the mask is their union. `backdrop`: the target's largest element
+    is one of them, always.
 
     The larger element lies behind. The caption names the elements in shuffled order, then what else
     the picture behind shows, since that is still to be seen.
@@ -112,6 +125,8 @@ def pairwise(
     siblings = info.elements_of[info.target[i]]
     of = len(info.phrases_of(info.target[i]))
     joined = shuffled([j for j in siblings if j != i], g)
+    if backdrop:
+        joined.sort(key=lambda j: j != max(siblings, key=others.shares.__getitem__))
     joined = joined[: min(elements or of, of - 1) - 1]
     record = others.load(record["index"])
     mask = record["mask"] or others.masks.get(i)
@@ -193,13 +208,16 @@ def pairwise_captions(
     g: torch.Generator,
     others: Others,
     *,
-    share: UnionShare = 0.25,
+    share: Unit = 0.25,
     elements: Small | None = 2,
+    backdrop: bool = False,
     feather: NotNegative = 1.5,
     captions: Unit = 0.5,
 ) -> dict | None:
     """`pairwise`, and `joint_captions` on a share of the records that it leaves alone."""
-    union = pairwise(record, g, others, share=share, elements=elements, feather=feather)
+    union = pairwise(
+        record, g, others, share=share, elements=elements, backdrop=backdrop, feather=feather
+    )
     return union or joint_captions(record, g, others, share=captions)
 
 

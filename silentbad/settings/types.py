@@ -86,7 +86,6 @@ def matching(pattern: str, words: str) -> AfterValidator:
 
 Count = Annotated[int, Interval(ge=1, le=10**9)]
 Natural = Annotated[int, Interval(ge=0, le=10**9)]  # zero too
-UnionShare = Annotated[float, Interval(ge=0, le=0.25)]  # of an element's records that show two
 Small = Annotated[int, Interval(ge=1, le=10**5)]  # of what lies in memory at once
 Side = Annotated[int, Interval(ge=1, le=8000)]  # of a square, in pixels: 64 million of them
 Seed = Annotated[int, Interval(ge=0, le=2**63 - 1)]

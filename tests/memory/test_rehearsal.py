@@ -13,7 +13,6 @@ from silentbad.errors import UserError
 from silentbad.loop.inputs import load_inputs
 from silentbad.memory import masks, rehearsal
 from silentbad.settings.train import TrainConfig
-from silentbad.settings.types import check_options
 from tests.conftest import write_data
 from tests.world import BOXES, PHRASES, Trainer, World, config, hook, taken
 
@@ -63,6 +62,17 @@ def backed_world(masks: bool = True) -> World:
             world.add(picture, mask if masks else None, said, "element", "t2", str(5 + n))
     world.info = DataInfo(*([r[k] for r in world.records] for k in ("role", "target_id", "element_id", "phrases")))
     return world
+
+
+@pytest.mark.parametrize("backdrop", [True, False])
+def test_a_union_shows_the_backdrop_always_or_as_drawn(backdrop):
+    world = backed_world()
+    rehearse = hook(world, "pairwise", share=1.0, backdrop=backdrop)
+    rows = [row for element in world.info.elements_of["t2"] for row in world.info.rows[element].tolist()]
+    unions = [rehearse(world.load(row), (draw, row)) for row in rows for draw in range(5)]
+    assert all(union["united"] == (2, 3) for union in unions)
+    shown = ["a meadow" in union["phrases"] for union in unions]
+    assert all(shown) if backdrop else 0.5 < sum(shown) / len(shown) < 0.85
 
 
 @pytest.mark.parametrize("masks", [True, False])
@@ -222,9 +232,6 @@ def test_rehearsal_cap_cannot_be_configured_away():
     world = World()
     with pytest.raises(UserError, match="at most 2"):
         hook(world, "pairwise", elements=3)
-    for name in ("pairwise", "pairwise_captions"):
-        with pytest.raises(UserError, match="at most 0.25"):
-            check_options("memory.rehearsal", rehearsal.REHEARSAL, name, {"share": 0.5})
     rehearse = hook(world, "pairwise")
     rehearse.options["elements"] = 99  # past the check at construction
     unions = [rehearse({"index": r, "role": "element"}, (d, r)) for r in range(25) for d in range(20)]
