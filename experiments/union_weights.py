@@ -17,6 +17,7 @@ def union_weights(
     *,
     share: Unit = 0.25,
     elements: Small | None = 2,
+    backdrop: bool = False,
     feather: NotNegative = 1.5,
     power: Weight = 1.0,
     shuffled: bool = False,
@@ -26,7 +27,9 @@ def union_weights(
 
     At power 1 each element has an equal part of the loss, at 0 it is `pairwise`. Controls: power
     -1, and areas `shuffled` over the elements."""
-    union = pairwise(record, g, others, share=share, elements=elements, feather=feather)
+    union = pairwise(
+        record, g, others, share=share, elements=elements, backdrop=backdrop, feather=feather
+    )
     if union is None:
         return None
     info = others.info
