@@ -188,6 +188,8 @@ BLOCKS: dict[str, Block] = {
     "photographs-example": of(photographs.RESULTS, photographs.example),
     "headroom": of(headroom.RESULTS, headroom.table),
     "kept": of(kept.RESULTS, kept.table),
+    "kept-2818": of("kept-2818.jsonl", kept.table),
+    "kept-2818-targets": of("kept-2818.jsonl", kept.by_target),
     "kept-briefly": of(kept.RESULTS, kept.briefly),
     "kept-pairs": of(kept.RESULTS, kept.pairs),
     "kept-front": of(kept.RESULTS, kept.front),
