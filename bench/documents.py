@@ -190,6 +190,8 @@ BLOCKS: dict[str, Block] = {
     "kept": of(kept.RESULTS, kept.table),
     "kept-2818": of("kept-2818.jsonl", kept.table),
     "kept-2818-targets": of("kept-2818.jsonl", kept.by_target),
+    "kept-emoji": of("kept-emoji.jsonl", kept.table),
+    "kept-emoji-targets": of("kept-emoji.jsonl", kept.by_target),
     "kept-briefly": of(kept.RESULTS, kept.briefly),
     "kept-pairs": of(kept.RESULTS, kept.pairs),
     "kept-front": of(kept.RESULTS, kept.front),
