@@ -38,7 +38,7 @@ def union_weights(
     target = info.target[drawn]
     joined = [j for j in info.elements_of[target] if info.phrase[j] in union["phrases"]]
     size = union["image"].size
-    masks = [fitted_mask(others.mask(j), size) for j in joined]
+    masks = [fitted_mask(mask, size) for j in joined if (mask := others.mask(j))]
     masks.sort(key=area, reverse=True)  # as they lie over each other
 
     places = np.where(np.asarray(union["mask"]) >= 128, 0, -1)

@@ -41,20 +41,19 @@ class Others:
     load: Callable[..., dict]
     masks: dict[int, Image.Image]
 
-    def mask(self, element: int) -> Image.Image:
-        """The mask of an element's first record, or the estimated one."""
-        record = self.load(int(self.info.rows[element][0]), picture=False)
-        return record["mask"] or self.masks[element]
+    def mask_of(self, record: dict, element: int) -> Image.Image | None:
+        """The record's own mask, or the one estimated for its element, if there is one."""
+        return record["mask"] or self.masks.get(element)
+
+    def mask(self, element: int) -> Image.Image | None:
+        """The same of an element's first record."""
+        return self.mask_of(self.load(int(self.info.rows[element][0]), picture=False), element)
 
     @cached_property
     def shares(self) -> list[float]:
         """The share of the picture that each element's mask covers; 0 where there is none."""
-        shares = []
-        for element, rows in enumerate(self.info.rows):
-            record = self.load(int(rows[0]), picture=False)
-            mask = record["mask"] or self.masks.get(element)
-            shares.append(area(mask) / (mask.width * mask.height) if mask else 0.0)
-        return shares
+        masks = map(self.mask, range(len(self.info.rows)))
+        return [area(mask) / (mask.width * mask.height) if mask else 0.0 for mask in masks]
 
 
 # A rehearsal looks at a drawn record {"index", "role"} and returns another in its place, or None.
@@ -126,10 +125,11 @@ def pairwise(
     of = len(info.phrases_of(info.target[i]))
     joined = shuffled([j for j in siblings if j != i], g)
     if backdrop:
-        joined.sort(key=lambda j: j != max(siblings, key=others.shares.__getitem__))
+        largest = max(siblings, key=others.shares.__getitem__)
+        joined.sort(key=lambda j: j != largest)
     joined = joined[: min(elements or of, of - 1) - 1]
     record = others.load(record["index"])
-    mask = record["mask"] or others.masks.get(i)
+    mask = others.mask_of(record, i)
     if not joined or mask is None:
         return None
     layers = {i: (record, mask)}
@@ -137,7 +137,7 @@ def pairwise(
         other = others.load(any_record(info, j, g))
         if other.get("shape") != record.get("shape"):
             continue  # it would be stretched, and the element moved
-        other_mask = other["mask"] or others.masks.get(j)
+        other_mask = others.mask_of(other, j)
         if other_mask is not None:
             layers[j] = (other, other_mask)
     check_union(len(layers), of, info.target[i])
@@ -175,7 +175,7 @@ def joint_captions(
         return None
     siblings = info.elements_of[info.target[i]]
     of = len(info.phrases_of(info.target[i]))
-    mask = record["mask"] or others.masks.get(i)
+    mask = others.mask_of(record, i)
     if of < 3 or len(siblings) < 2 or mask is None:
         return None
     mask = fitted_mask(mask, record["image"].size)
@@ -185,10 +185,7 @@ def joint_captions(
     counted = Image.new("L", mask.size, 255)
     for j in said[1:]:
         other = others.load(any_record(info, j, g), picture=False)
-        if (
-            other.get("shape") != record.get("shape")
-            or (place := other["mask"] or others.masks.get(j)) is None
-        ):
+        if other.get("shape") != record.get("shape") or (place := others.mask_of(other, j)) is None:
             return None
         counted.paste(0, mask=fitted_mask(place, mask.size))
     phrases = shuffled([info.phrase[j] for j in said], g)
