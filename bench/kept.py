@@ -31,8 +31,7 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from bench.arms import KEPT, KEPT_AT, setting_of
-from bench.kept_worlds import MICRO, WORLDS, Judged
-from bench.kept_worlds import of_base as world_of
+from bench.kept_worlds import MICRO, WORLDS, Judged, world_of
 from bench.published import HELD_OUT, NULLS, per_phrase, regime
 from bench.published_table import CLEAN, IMAGES, interval, markdown
 from bench.recovery import ROOT, WORK, claimed, data_set, facts, kept, scores
@@ -259,6 +258,11 @@ BRIEFLY = {  # columns of the documents for users, and their words there
 }
 
 
+def base_among(rows: Iterable[dict]) -> dict:
+    """The row of the base that these runs began from."""
+    return next(row for row in rows if row["arm"] == "base")
+
+
 def by_arm(rows: Iterable[dict]) -> dict[str, list[dict]]:
     """Runs by arm, in the order of `KEPT`."""
     runs: dict[str, list[dict]] = {arm: [] for arm in KEPT}
@@ -289,7 +293,7 @@ def lowest(rows: list[dict], base: dict, kinds: Sequence[str]) -> tuple[str, lis
 
 def table(rows: list[dict]) -> str:
     """One line an arm: Markdown."""
-    base = next(row for row in rows if row["arm"] == "base")
+    base = base_among(rows)
     return markdown(ARMS_SAID, [line(arm, of_arm, base) for arm, of_arm in by_arm(rows).items()])
 
 
@@ -328,7 +332,7 @@ def front(rows: list[dict]) -> str:
 
 def briefly(rows: list[dict]) -> str:
     """One line an arm `of_note`, for the documents of users: Markdown."""
-    base = next(row for row in rows if row["arm"] == "base")
+    base = base_among(rows)
     lines = []
     for arm, of_arm in of_note(rows).items():
         cells = dict(zip(ARMS_SAID, line(arm, of_arm, base), strict=True))
@@ -338,7 +342,7 @@ def briefly(rows: list[dict]) -> str:
 
 def by_guidance(rows: list[dict]) -> str:
     """Things right over the base's at each guidance scale, of kinds shown and not shown: Markdown."""
-    base = next(row for row in rows if row["arm"] == "base")
+    base = base_among(rows)
     both = world_of(base).both
     head = ["arm", *(f"shown, guidance {g}" for g in base["right"]), *(f"not shown, {g}" for g in base["right"])]
     lines = []
@@ -359,7 +363,7 @@ def by_guidance(rows: list[dict]) -> str:
 
 def by_target(rows: list[dict]) -> str:
     """One line a run: Markdown."""
-    base = next(row for row in rows if row["arm"] == "base")
+    base = base_among(rows)
     both = world_of(base).both
     lines = []
     for arm, of_arm in by_arm(rows).items():
@@ -400,7 +404,7 @@ def frontier(rows: list[dict]) -> str:
     from silentbad.report import charts
     from silentbad.report.pages import Figure
 
-    base = next(row for row in rows if row["arm"] == "base")
+    base = base_among(rows)
     both = world_of(base).both
     arms = {arm: of_arm for arm, of_arm in of_note(rows).items() if arm not in UNCHARTED}
     x_place, y_place = charts.scales((0, 1.1), (0, 1))

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from bench.recovery import BASE, ROOT
 from worlds.emoji import world as emoji
-from worlds.emoji.nouns import NOUNS
+from worlds.emoji.nouns import NOUNS, words
 from worlds.interface import World
 from worlds.microworld import world as microworld
 from worlds.microworld.grammar import KINDS
 
-ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -24,6 +24,7 @@ class Judged:
     base: Path
     kinds: tuple[str, ...]
     unshown: tuple[str, ...]
+    spoken: Callable[[str], str] = str  # a kind as captions say it
     held_out: Callable[[int], list]  # scenes that no stage of the base's training has seen
     results: Path
     targets: str  # of the arm that is recommended; others have the first eight
@@ -39,18 +40,18 @@ class Judged:
         return self.shown, self.unshown
 
     @cached_property
-    def spoken(self) -> dict[str, str]:
+    def named(self) -> dict[str, str]:
         """Words of a caption -> the kind they name."""
-        return {kind if kind == "t-shirt" else kind.replace("-", " "): kind for kind in self.kinds}
+        return {self.spoken(kind): kind for kind in self.kinds}
 
     @cached_property
     def any_kind(self) -> re.Pattern[str]:
-        longest_first = sorted(self.spoken, key=len, reverse=True)  # a hot dog is no dog
+        longest_first = sorted(self.named, key=len, reverse=True)  # a hot dog is no dog
         return re.compile(rf"\b({'|'.join(map(re.escape, longest_first))})\b")
 
     def shows_unshown(self, text: str) -> bool:
         """Whether a caption names a kind that no clean picture may show."""
-        return any(self.spoken[words] in self.unshown for words in self.any_kind.findall(text))
+        return any(self.named[words] in self.unshown for words in self.any_kind.findall(text))
 
 
 EMOJI_BASE = ROOT / "runs" / "emoji-base"
@@ -69,11 +70,12 @@ WORLDS = {
         base=EMOJI_BASE / "pipeline",
         kinds=NOUNS,
         unshown=NOUNS[::3],
+        spoken=lambda noun: words(noun).split(" ", 1)[1],  # without its article
         held_out=emoji.held_out_scenes,
         results=RESULTS / "kept-emoji.jsonl",
         targets=";".join(map(str, range(2834, 2842))),
         flags={
-            "pretrained_model_name_or_path": str(EMOJI_BASE / "pipeline"),
+            BASE: str(EMOJI_BASE / "pipeline"),
             "validation.embedder_path": str(EMOJI_BASE / "embedder"),
         },
     ),
@@ -81,6 +83,6 @@ WORLDS = {
 MICRO = WORLDS["microworld"]
 
 
-def of_base(base: dict) -> Judged:
+def world_of(base: dict) -> Judged:
     """The world of rows beside this row of their base."""
     return WORLDS[base.get("world", "microworld")]

@@ -20,7 +20,7 @@ from statistics import mean
 from tqdm import tqdm
 
 from bench.arms import KEPT, KEPT_AT, said
-from bench.kept import data_of, lowest, prompts_file, things_right
+from bench.kept import base_among, data_of, lowest, prompts_file, things_right
 from bench.kept_worlds import MICRO
 from bench.published import HELD_OUT, NULLS, regime
 from bench.published_table import IMAGES, interval, markdown
@@ -140,7 +140,7 @@ def by_stage(read: Read) -> str:
 
 def model_by_stage(read: Read) -> str:
     """Things right over the base's after each stage, where the rows have them: Markdown."""
-    base = next(row for row in read("kept.jsonl") if row["arm"] == "base")
+    base = base_among(read("kept.jsonl"))
     lines = []
     for sequence in SEQUENCES:
         rows = [row for row in read(RESULTS.name) if row.get("sequence") == sequence and row["place"] == 0]
