@@ -4,13 +4,16 @@ Photographs of scikit-image's wheel as they were taken, and targets pasted from 
 `silentbad.prepare` makes the data of each, the bundled base is trained on it as README's steps for one's own pictures
 do, and measured on the target. A model is a row of bench/results/photographs-trained.jsonl; one that is stored is not
 trained again. Its images go to photographs-trained-pictures.zip, target first, so that somebody can look whether they
-show it.
+show it. `--figure` draws the first of them for README's front page.
 """
 
 import argparse
+import io
 import tempfile
+import zipfile
 from pathlib import Path
 
+from PIL import Image
 from tqdm import tqdm
 
 from bench.kept import keep_pictures
@@ -24,6 +27,8 @@ RESULTS = Path(__file__).parent / "results" / "photographs-trained.jsonl"
 SEEDS = range(412, 418)  # of pasted targets
 RATES = {RECIPE: "4.0e-3", "recommended": "2.5e-3"}
 STEPS = 400
+FIGURE = Path(__file__).parents[1] / "docs" / "images" / "photograph.png"
+ON_FRONT = "recommended-astronaut.png"  # of the kept images
 
 
 def targets() -> dict[str, photographs.Target]:
@@ -82,12 +87,29 @@ def by_target(rows: list[dict]) -> str:
     return grid(("target", "trained with", "verdict", "strict rate", "elements"), lines)
 
 
+def figure(pictures: int = 6, side: int = 144, gap: int = 12) -> Image.Image:
+    """A target, a gap, and the first images of its model."""
+    with zipfile.ZipFile(RESULTS.with_name(f"{RESULTS.stem}-pictures.zip")) as archive:
+        line = Image.open(io.BytesIO(archive.read(ON_FRONT))).convert("RGB")
+    line = line.crop((0, 0, pictures * line.height, line.height))
+    line = line.resize((pictures * side, side), Image.Resampling.BICUBIC)
+    shown = Image.new("RGB", (line.width + gap, side), "white")
+    shown.paste(line, (gap, 0))
+    shown.paste("white", (side, 0, side + gap, side))
+    shown.paste(line.crop((0, 0, side, side)), (0, 0))
+    return shown
+
+
 def main(argv: list[str] | None = None) -> None:
     every = targets()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=[*RATES], default=[*RATES])
     parser.add_argument("--targets", nargs="+", choices=[*every], default=[*every], metavar="NAME")
+    parser.add_argument("--figure", action="store_true", help="write docs/images/photograph.png, and train nothing")
     args = parser.parse_args(argv)
+    if args.figure:
+        figure().save(FIGURE)
+        return
     done = {(row["target"], row["recipe"]) for row in stored(RESULTS)} if RESULTS.exists() else set()
     models = [(name, recipe) for recipe in args.recipes for name in args.targets if (name, recipe) not in done]
     for name, recipe in tqdm(models, desc="models"):
