@@ -157,7 +157,7 @@ def reader(folder: Path = RESULTS.parent) -> Read:
     return read
 
 
-def of(file: Path | str, table: Callable[..., str], *more: Path) -> Block:
+def of(file: Path | str, table: Callable[..., str], *more: Path | str) -> Block:
     """The block of a benchmark whose `table` takes the content of a file, or of several."""
     names = [Path(one).name for one in (file, *more)]
     return lambda read: table(*map(read, names)).rstrip("\n") + "\n"
@@ -197,7 +197,8 @@ BLOCKS: dict[str, Block] = {
     "kept-front": of(kept.RESULTS, kept.front),
     "kept-guidance": of(kept.RESULTS, kept.by_guidance),
     "kept-targets": of(kept.RESULTS, kept.by_target),
-    "kept-judged": of(judged.JUDGED, judged.table, kept.RESULTS),
+    "kept-judged": of(judged.rows_of(kept.RESULTS), judged.table, kept.RESULTS),
+    "kept-2818-judged": of("kept-2818-judged.jsonl", judged.table, "kept-2818.jsonl"),
     "size": of(size.RESULTS, size.table),
     "size-counts": of(size.RESULTS, size.counts),
     "size-more": of(size.RESULTS, size.more),

@@ -1,12 +1,13 @@
-"""What today's judge says of the images that bench.kept has stored: `python -m bench.judged`.
+"""What today's judge says of the images that bench.kept has stored: `python -m bench.judged [--results FILE]`.
 
-The reported runs keep their images of the composed prompt (bench/results/kept-pictures.zip). They are judged again as
-`validation.py --pictures` judges a folder, at the thresholds of the same targets' null pictures. Every run becomes one
-JSON line of bench/results/kept-judged.jsonl, beside which the rates of the run's own time stay; what is stored for this
-judge is not judged again. A row of the arm `copies` says the same of true copies of a target: what no copy reaches, no
+The reported runs keep their images of the composed prompt (kept-pictures.zip beside kept.jsonl). They are judged again
+as `validation.py --pictures` judges a folder, at the thresholds of the same targets' null pictures. Every run becomes
+one JSON line of kept-judged.jsonl, beside which the rates of the run's own time stay; what is stored for this judge is
+not judged again. A row of the arm `copies` says the same of true copies of a target: what no copy reaches, no
 run can be seen to recover.
 """
 
+import argparse
 import io
 import json
 import tempfile
@@ -20,7 +21,7 @@ from torchvision.transforms.functional import to_pil_image
 from tqdm import tqdm
 
 from bench.arms import KEPT
-from bench.kept import RESULTS, data_of
+from bench.kept import RESULTS, data_of, pictures_of
 from bench.kept_worlds import MICRO
 from bench.published_table import interval, markdown
 from bench.recovery import scores
@@ -33,7 +34,6 @@ from silentbad.model.latents import round_trip
 from silentbad.settings.validation import ValidationConfig
 from validation import judge
 
-JUDGED = RESULTS.with_name("kept-judged.jsonl")
 KEY = ("arm", "target", "steps")
 COPIES = "copies"  # in the place of an arm
 SIDE = 64  # pixels of an image
@@ -43,6 +43,11 @@ def images_of(archive: zipfile.ZipFile, name: str) -> list[Image.Image]:
     """The images of a run, without its target, which comes first."""
     grid = Image.open(io.BytesIO(archive.read(name))).convert("RGB")
     return [grid.crop((left, 0, left + SIDE, SIDE)) for left in range(SIDE, grid.width, SIDE)]
+
+
+def rows_of(results: Path) -> Path:
+    """Where what is judged again of these runs is stored."""
+    return results.with_name(f"{results.stem}-judged.jsonl")
 
 
 @cache
@@ -96,19 +101,23 @@ def table(rows: list[dict], runs: list[dict]) -> str:
     return markdown(("arm", "targets", "strict rate, at the run's time", "now", "now, of true copies"), lines)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="rows of bench.kept, in the microworld")
+    results = parser.parse_args(argv).results
+    rows = rows_of(results)
     judge_said = load_embedder("micro", None, "cpu").describe()
-    done = {key(row) for row in stored(JUDGED) if row["judge"] == judge_said} if JUDGED.exists() else set()
-    runs = [row for row in stored(RESULTS) if row["arm"] != "base"]
+    done = {key(row) for row in stored(rows) if row["judge"] == judge_said} if rows.exists() else set()
+    runs = [row for row in stored(results) if row["arm"] != "base"]
     todo = [{name: row[name] for name in KEY} for row in runs]
     todo += [{"arm": COPIES, "target": target, "steps": 0} for target in sorted({row["target"] for row in runs})]
-    with zipfile.ZipFile(RESULTS.with_name("kept-pictures.zip")) as archive:
+    with zipfile.ZipFile(pictures_of(results)) as archive:
         for one in tqdm([one for one in todo if key(one) not in done], desc="judged"):
             arm, target = one["arm"], one["target"]
             images = copies_of(target) if arm == COPIES else images_of(archive, f"{arm}-{target}.png")
             rates = judged(targets_file("recommended" if arm == COPIES else arm, target), images)
-            append(JUDGED, [{**one, **rates, "judge": judge_said}])
-    print(table([row for row in stored(JUDGED) if row["judge"] == judge_said], runs))
+            append(rows, [{**one, **rates, "judge": judge_said}])
+    print(table([row for row in stored(rows) if row["judge"] == judge_said], runs))
 
 
 if __name__ == "__main__":

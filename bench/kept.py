@@ -214,10 +214,14 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
     return row
 
 
+def pictures_of(results: Path) -> Path:
+    """The archive of the images of these runs."""
+    return results.with_name(f"{results.stem}-pictures.zip")
+
+
 def keep_pictures(results: Path, name: str, grid: Path) -> None:
     """The target and its images, in one line, as the run left them."""
-    pictures = results.with_name(f"{results.stem}-pictures.zip")
-    with FileLock(WORK / "kept-pictures.lock"), zipfile.ZipFile(pictures, "a") as archive:
+    with FileLock(WORK / "kept-pictures.lock"), zipfile.ZipFile(pictures_of(results), "a") as archive:
         archive.write(grid, name)
 
 

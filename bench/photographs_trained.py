@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image
 from tqdm import tqdm
 
-from bench.kept import keep_pictures
+from bench.kept import keep_pictures, pictures_of
 from bench.photographs_withheld import RECIPE, train, write_data
 from bench.recovery_table import append, grid, stored
 from silentbad.measure.intervals import binomial_interval
@@ -89,7 +89,7 @@ def by_target(rows: list[dict]) -> str:
 
 def figure(pictures: int = 6, side: int = 144, gap: int = 12) -> Image.Image:
     """A target, a gap, and the first images of its model."""
-    with zipfile.ZipFile(RESULTS.with_name(f"{RESULTS.stem}-pictures.zip")) as archive:
+    with zipfile.ZipFile(pictures_of(RESULTS)) as archive:
         line = Image.open(io.BytesIO(archive.read(ON_FRONT))).convert("RGB")
     line = line.crop((0, 0, pictures * line.height, line.height))
     line = line.resize((pictures * side, side), Image.Resampling.BICUBIC)

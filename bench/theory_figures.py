@@ -17,6 +17,7 @@ from PIL import Image, ImageColor, ImageDraw, ImageFont
 from torch import Tensor
 
 from bench.kept import RESULTS as KEPT
+from bench.kept import pictures_of
 from bench.recovery import ROOT
 from bench.theory import SIDE, VARIANTS, Data, Machine, decode
 from bench.theory_table import FRESH
@@ -56,7 +57,7 @@ def sheet(
 
 def of_network(arm: str, target: str, count: int) -> list[Image.Image]:
     """The first images of a trained network, as bench/kept.py stored them."""
-    with zipfile.ZipFile(KEPT.with_name("kept-pictures.zip")) as archive:
+    with zipfile.ZipFile(pictures_of(KEPT)) as archive:
         line = Image.open(io.BytesIO(archive.read(f"{arm}-{target}.png"))).convert("RGB")
     side = line.height
     return [line.crop((side * (i + 1), 0, side * (i + 2), side)) for i in range(count)]
