@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,13 +138,9 @@ def photograph(name: str) -> photographs.Target:
 
 def judge_of_world(world: str, name: str, folder: Path) -> Judge:
     """The bundled judge of a world's target, with the null pictures of its runs."""
-    sources = {"microworld": ("microworld", "kept", "kept-2818"), "emoji": ("emoji", "kept-emoji")}[world]
-    reported = [target for source in sources for target in targets_of(source)]
-    together = reported if name in reported else [name]  # one data set: a process for each would take longer
-    file = data_set(",".join(together), 0, 1, {}, clean=1, nulls=100, world=world) / "targets.jsonl"
-    (target,) = (target for target in load_targets(file) if target.target_id == name)
+    file = data_set(name, 0, 1, {}, clean=1, nulls=100, world=world) / "targets.jsonl"
     own = {"embedder_path": str(EMOJI_BASE / "embedder")} if world == "emoji" else {}
-    return Judge([target], [], folder, file, WORLDS[world].base, **own)
+    return Judge(load_targets(file), [], folder, file, WORLDS[world].base, **own)
 
 
 def judge_of_photographs(name: str, folder: Path) -> Judge:
@@ -376,8 +373,9 @@ def judge_all(args: argparse.Namespace) -> None:
     second = {"sscd": load_embedder("sscd", args.sscd, "cpu"), "efficientnet": EfficientNetLite()}
     here = facts()
     done = {(row["source"], row["target"]) for row in stored(args.results)}
-    todo = [(source, name) for source in args.sources for name in args.targets or targets_of(source)]
-    for source, name in tqdm([one for one in todo if one not in done], desc="targets"):
+    of_sources = [[(source, name) for name in args.targets or targets_of(source)] for source in args.sources]
+    todo = [one for turn in zip_longest(*of_sources) for one in turn if one not in (None, *done)]  # some of each first
+    for source, name in tqdm(todo, desc="targets"):
         row = judged(case_of(source, name), second)
         append(args.results, [{"source": source, "target": name, **row, **here}])
 
