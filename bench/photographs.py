@@ -56,13 +56,22 @@ JUDGES = {"copy: the lower of two scores": "before", "copy: micro": "now"}  # by
 
 
 class Judge:
-    """The measure of a validation on some targets, calibrated as in an audit without a baseline."""
+    """The measure of a validation on some targets, calibrated as in an audit without a baseline; with the null pictures
+    that lie beside a `file` of targets."""
 
-    def __init__(self, targets: list[Target], shown: list[Shown], folder: Path, **options: Any):
+    def __init__(
+        self,
+        targets: list[Target],
+        shown: list[Shown],
+        folder: Path,
+        file: str | Path = "targets.jsonl",
+        pipeline: str | Path = "assets/micro-sd",
+        **options: Any,
+    ):
         accelerator = start()
-        pipe = load_pipeline("assets/micro-sd", "float32", accelerator.device)
+        pipe = load_pipeline(str(pipeline), "float32", accelerator.device)
         self.hook = validation.RecoveryHook(
-            validation.ValidationConfig(targets="targets.jsonl", **options),
+            validation.ValidationConfig(targets=str(file), **options),
             targets=targets,
             components=pipe.components,
             accelerator=accelerator,

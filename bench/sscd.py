@@ -9,7 +9,7 @@ bench/results/sscd.jsonl; targets that are stored are not measured again.
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +21,18 @@ from tqdm import tqdm
 
 from bench.instrument import BASE, TESTED, WORDS, Target, auc, eight_bits
 from bench.photographs import WORDS as OF_PHOTOGRAPHS
-from bench.photographs import of_photographs, pictures_of, small
+from bench.photographs import pictures_of, small
 from bench.published_table import interval, markdown
 from bench.recovery import facts
 from bench.recovery_table import append, stored
 from silentbad.measure.embedders import Embedder, load_embedder
-from tests.photographs import make_target
+from tests import photographs
 from worlds.microworld.copies import round_trip
 
 RESULTS = Path(__file__).parent / "results" / "sscd.jsonl"
 TARGETS = {"microworld": range(2692, 2700), "photographs": range(300, 324)}
 BUNDLED = {"microworld": "micro", "photographs": "copy", "runs": "micro"}
+KINDS = {kind: WORDS[kind] for kind in TESTED}  # of the microworld
 EACH = 10  # pictures of a kind, in the microworld
 PUBLISHED = 0.5  # the threshold of the paper
 COPY = "a true copy"
@@ -58,21 +59,19 @@ def decoded(pictures: Tensor, vae: AutoencoderKL) -> Tensor:
     return eight_bits(round_trip(pictures * 2 - 1, vae))
 
 
-def of_microworld(seed: int, vae: AutoencoderKL) -> tuple[Tensor, Kinds]:
-    """A target (1,3,64,64) in [0,1], and pictures of it by kind, (N,3,64,64) each."""
-    target = Target(str(seed))
-    kinds = {WORDS[kind]: decoded(target.nulls(kind, EACH, "sscd")[0], vae) for kind in TESTED}
-    return target.image, kinds | {COPY: target.copies(EACH, vae)}
+def of_scene(target: Target, words: Mapping[str, str], vae: AutoencoderKL, each: int = EACH) -> Kinds:
+    """Pictures of a world's target by kind, (N,3,64,64) in [0,1] each; `words` of the kinds that are no recovery."""
+    kinds = {name: decoded(target.nulls(kind, each, "sscd")[0], vae) for kind, name in words.items()}
+    return kinds | {COPY: target.copies(each, vae)}
 
 
-def of_photograph(seed: int, vae: AutoencoderKL) -> tuple[Tensor, Kinds]:
-    """The same of a target pasted from photographs."""
+def of_photograph(made: photographs.Target, vae: AutoencoderKL) -> Kinds:
+    """The same of photographs."""
     kinds: dict[str, list[Tensor]] = defaultdict(list)
-    for kind, picture in pictures_of(make_target(seed)).items():
+    for kind, picture in pictures_of(made).items():
         name = COPY if kind.startswith("copy") else OF_PHOTOGRAPHS[kind.rpartition("-")[0]]
         kinds[name].append(small(picture))
-    image = small(of_photographs(seed).image)[None]
-    return image, {kind: decoded(torch.stack(pictures), vae) for kind, pictures in kinds.items()}
+    return {kind: decoded(torch.stack(pictures), vae) for kind, pictures in kinds.items()}
 
 
 def of_run(run: Path) -> Iterator[tuple[str, Tensor, Kinds]]:
@@ -105,9 +104,12 @@ def measure(target: Tensor, kinds: Kinds, detectors: dict[str, Embedder], vae: A
 
 
 def work(runs: Iterable[Path], vae: AutoencoderKL) -> Iterator[tuple[str, str, Tensor, Kinds]]:
-    for world, pictures in (("microworld", of_microworld), ("photographs", of_photograph)):
-        for seed in TARGETS[world]:
-            yield world, str(seed), *pictures(seed, vae)
+    for seed in TARGETS["microworld"]:
+        drawn = Target(str(seed))
+        yield "microworld", drawn.name, drawn.image, of_scene(drawn, KINDS, vae)
+    for seed in TARGETS["photographs"]:
+        made = photographs.make_target(seed)
+        yield "photographs", str(seed), small(made.picture)[None], of_photograph(made, vae)
     for run in runs:
         for target, image, kinds in of_run(run):
             yield "runs", f"{run.name}/{target}", image, kinds
