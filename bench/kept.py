@@ -467,7 +467,7 @@ def main(argv: list[str] | None = None) -> None:
     args.results = args.results or of.results
     if args.smoke:
         smoke = {"arms": "recommended,recommended_2026", "targets": "103", "steps": 60, "images": 4, "captions": 24}
-        vars(args).update(smoke, own=64, results=WORK / "kept-smoke.jsonl")
+        vars(args).update(smoke, own=64, results=WORK / f"kept-smoke-{args.world}.jsonl")
     if unknown := [arm for arm in args.arms.split(",") if arm not in KEPT]:
         parser.exit(2, f"error: --arms: unknown arm '{unknown[0]}'; there are: {', '.join(KEPT)}\n")
     here = facts()  # before the first run: the code has been read by now
