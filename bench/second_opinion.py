@@ -158,11 +158,12 @@ def judge_of_photographs(name: str, folder: Path) -> Judge:
 def kept_of(source: str) -> dict[str, Kinds]:
     """The stored images of runs by target and arm."""
     file, arms = KEPT[source]
+    frozen = MICRO.targets.split(";")  # later ones came after the protocol
     kept: dict[str, Kinds] = defaultdict(dict)
     with zipfile.ZipFile(RESULTS.with_name(file)) as archive:
         for name in sorted(archive.namelist()):
             arm, _, target = Path(name).stem.partition("-")
-            if arm in arms:
+            if arm in arms and (source != "kept" or target in frozen):
                 kept[target][arm] = torch.stack([to_tensor(image) for image in images_of(archive, name)])
     return kept
 
