@@ -24,7 +24,7 @@ from silentbad.measure.record import RECOVERED
 from tests import photographs
 
 RESULTS = Path(__file__).parent / "results" / "photographs-trained.jsonl"
-SEEDS = range(412, 418)  # of pasted targets
+SEEDS = range(412, 424)  # of pasted targets
 RATES = {RECIPE: "4.0e-3", "recommended": "2.5e-3"}
 STEPS = 400
 FIGURE = Path(__file__).parents[1] / "docs" / "images" / "photograph.png"
