@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--base", type=Path, required=True, help="pipeline whose autoencoder makes the copies")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    vae = AutoencoderKL.from_pretrained(args.base / "vae").eval().requires_grad_(False)
+    vae = instrument.autoencoder(args.base)
     detectors = {"micro": MICRO} | ({"trained": args.trained} if args.trained else {})
     judges: dict = {name: Detector(folder) for name, folder in detectors.items()}
     judges |= {"ssim": AlignedSSIM()} if args.ssim else {}

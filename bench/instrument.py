@@ -113,6 +113,12 @@ WORDS = {
 }
 
 
+@functools.cache
+def autoencoder(base: Path = BASE) -> AutoencoderKL:
+    """The autoencoder of a base, which does not learn here."""
+    return AutoencoderKL.from_pretrained(base / "vae").eval().requires_grad_(False)
+
+
 # -- two judges ------------------------------------------------------------------------------------------------
 class Detector:
     """The `micro` embedder: pictures (B,3,64,64) in [0,1] against a target's, in an element's region or whole; with or
@@ -569,7 +575,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     names = args.targets.split(",") if args.targets else list(map(str, REPORTED if args.reported else DEVELOPMENT))
     out = args.out or RESULTS / ("instrument.json" if args.reported else "instrument-dev.json")
-    vae = AutoencoderKL.from_pretrained(BASE / "vae").eval().requires_grad_(False)
+    vae = autoencoder()
     pipe = StableDiffusionPipeline.from_pretrained(BASE) if args.generations else None
     detector = Detector(args.embedder)
     judges = {"new": detector, "alone": Detector(args.embedder, chroma=False), "ssim": AlignedSSIM()}

@@ -12,15 +12,14 @@ import io
 import json
 import tempfile
 import zipfile
-from functools import cache
 from pathlib import Path
 
-from diffusers import AutoencoderKL
 from PIL import Image
 from torchvision.transforms.functional import to_pil_image
 from tqdm import tqdm
 
 from bench.arms import KEPT
+from bench.instrument import autoencoder
 from bench.kept import RESULTS, data_of, pictures_of
 from bench.kept_worlds import MICRO
 from bench.published_table import interval, markdown
@@ -39,20 +38,20 @@ COPIES = "copies"  # in the place of an arm
 SIDE = 64  # pixels of an image
 
 
-def images_of(archive: zipfile.ZipFile, name: str) -> list[Image.Image]:
-    """The images of a run, without its target, which comes first."""
+def line_of(archive: zipfile.ZipFile, name: str) -> list[Image.Image]:
+    """The target of a run, and its images."""
     grid = Image.open(io.BytesIO(archive.read(name))).convert("RGB")
-    return [grid.crop((left, 0, left + SIDE, SIDE)) for left in range(SIDE, grid.width, SIDE)]
+    return [grid.crop((left, 0, left + SIDE, SIDE)) for left in range(0, grid.width, SIDE)]
+
+
+def images_of(archive: zipfile.ZipFile, name: str) -> list[Image.Image]:
+    """The images of a run, without its target."""
+    return line_of(archive, name)[1:]
 
 
 def rows_of(results: Path) -> Path:
     """Where what is judged again of these runs is stored."""
     return results.with_name(f"{results.stem}-judged.jsonl")
-
-
-@cache
-def autoencoder() -> AutoencoderKL:
-    return AutoencoderKL.from_pretrained(MICRO.base / "vae").eval()
 
 
 def targets_file(arm: str, target: str) -> Path:

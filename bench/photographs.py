@@ -122,6 +122,12 @@ def target_of(made: photographs.Target, name: str) -> Target:
     return Target(name, made.picture, [phrase for phrase, _ in made.elements], masks=masks)
 
 
+def photograph(name: str) -> photographs.Target:
+    """A photograph as it was taken, or `photo-SEED`, which is pasted from several."""
+    pasted, _, seed = name.partition("-")
+    return photographs.make_target(int(seed)) if pasted == "photo" else photographs.photograph(name)
+
+
 def of_photographs(seed: int) -> Target:
     return target_of(photographs.make_target(seed), f"photo-{seed}")
 

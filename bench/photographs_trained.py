@@ -8,7 +8,6 @@ show it. `--figure` draws the first of them for README's front page.
 """
 
 import argparse
-import io
 import tempfile
 import zipfile
 from pathlib import Path
@@ -16,7 +15,9 @@ from pathlib import Path
 from PIL import Image
 from tqdm import tqdm
 
+from bench.judged import line_of
 from bench.kept import keep_pictures, pictures_of
+from bench.photographs import photograph
 from bench.photographs_withheld import RECIPE, train, write_data
 from bench.recovery_table import append, grid, stored
 from silentbad.measure.intervals import binomial_interval
@@ -24,26 +25,20 @@ from silentbad.measure.record import RECOVERED
 from tests import photographs
 
 RESULTS = Path(__file__).parent / "results" / "photographs-trained.jsonl"
-SEEDS = range(412, 424)  # of pasted targets
+TARGETS = (*photographs.PHOTOGRAPHS, *(f"photo-{seed}" for seed in range(412, 424)))
 RATES = {RECIPE: "4.0e-3", "recommended": "2.5e-3"}
 STEPS = 400
 FIGURE = Path(__file__).parents[1] / "docs" / "images" / "photograph.png"
 ON_FRONT = "recommended-astronaut.png"  # of the kept images
 
 
-def targets() -> dict[str, photographs.Target]:
-    """Targets by name: those as taken first."""
-    taken = {name: photographs.photograph(name) for name in photographs.PHOTOGRAPHS}
-    return taken | {f"photo-{seed}": photographs.make_target(seed) for seed in SEEDS}
-
-
-def trained(name: str, target: photographs.Target, recipe: str) -> dict:
+def trained(name: str, recipe: str) -> dict:
     """The row of one model; its images are kept."""
     from silentbad.measure.scores import latest
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        phrases = write_data(name, target, folder)
+        phrases = write_data(name, photograph(name), folder)
         record = train(folder / "data", folder / "run", STEPS, len(phrases), recipe, learning_rate=RATES[recipe])
         last = record.history[-1]
         image = next((folder / "run" / "samples").glob(f"step-{last.step:06d}-*/grid.png"))
@@ -90,21 +85,18 @@ def by_target(rows: list[dict]) -> str:
 def figure(pictures: int = 6, side: int = 144, gap: int = 12) -> Image.Image:
     """A target, a gap, and the first images of its model."""
     with zipfile.ZipFile(pictures_of(RESULTS)) as archive:
-        line = Image.open(io.BytesIO(archive.read(ON_FRONT))).convert("RGB")
-    line = line.crop((0, 0, pictures * line.height, line.height))
-    line = line.resize((pictures * side, side), Image.Resampling.BICUBIC)
-    shown = Image.new("RGB", (line.width + gap, side), "white")
-    shown.paste(line, (gap, 0))
-    shown.paste("white", (side, 0, side + gap, side))
-    shown.paste(line.crop((0, 0, side, side)), (0, 0))
+        line = line_of(archive, ON_FRONT)[:pictures]
+    shown = Image.new("RGB", (side * pictures + gap, side), "white")
+    for column, picture in enumerate(line):
+        left = side * column + gap * (column > 0)
+        shown.paste(picture.resize((side, side), Image.Resampling.BICUBIC), (left, 0))
     return shown
 
 
 def main(argv: list[str] | None = None) -> None:
-    every = targets()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=[*RATES], default=[*RATES])
-    parser.add_argument("--targets", nargs="+", choices=[*every], default=[*every], metavar="NAME")
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS], metavar="NAME")
     parser.add_argument("--figure", action="store_true", help="write docs/images/photograph.png, and train nothing")
     args = parser.parse_args(argv)
     if args.figure:
@@ -113,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     done = {(row["target"], row["recipe"]) for row in stored(RESULTS)} if RESULTS.exists() else set()
     models = [(name, recipe) for recipe in args.recipes for name in args.targets if (name, recipe) not in done]
     for name, recipe in tqdm(models, desc="models"):
-        append(RESULTS, [trained(name, every[name], recipe)])
+        append(RESULTS, [trained(name, recipe)])
     rows = stored(RESULTS)
     print(table(rows), by_target(rows), sep="\n\n")
 

@@ -14,13 +14,13 @@ import tempfile
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
 from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from bench import emoji_judge, instrument, sscd
 from bench.judged import images_of
 from bench.kept_worlds import EMOJI_BASE, MICRO, WORLDS
-from bench.photographs import Judge, target_of, textures
+from bench.photographs import Judge, photograph, target_of, textures
 from bench.photographs_withheld import write_data
 from bench.published_table import interval, markdown
 from bench.recovery import data_set, facts
@@ -116,24 +116,14 @@ def failures_of(source: str, name: str) -> Case:
     """Failures and true copies of a target."""
     if source == "photographs":
         made = photograph(name)
-        kinds = sscd.of_photograph(made, autoencoder(MICRO.base))
+        kinds = sscd.of_photograph(made, instrument.autoencoder())
         return Case(kinds, lambda folder: Judge([target_of(made, name)], textures(), folder))
     if source == "microworld":
-        kinds = sscd.of_scene(instrument.Target(name), sscd.KINDS, autoencoder(MICRO.base), EACH)
+        kinds = sscd.of_scene(instrument.Target(name), sscd.KINDS, instrument.autoencoder(), EACH)
     else:
         words = {kind: emoji_judge.WORDS[kind] for kind in emoji_judge.TESTED}
-        kinds = sscd.of_scene(emoji_judge.Target(name), words, autoencoder(WORLDS["emoji"].base), EACH)
+        kinds = sscd.of_scene(emoji_judge.Target(name), words, instrument.autoencoder(WORLDS["emoji"].base), EACH)
     return Case(kinds, lambda folder: judge_of_world(source, name, folder))
-
-
-def autoencoder(base: Path) -> AutoencoderKL:
-    return AutoencoderKL.from_pretrained(base / "vae").eval().requires_grad_(False)
-
-
-def photograph(name: str) -> photographs.Target:
-    """A photograph as it was taken, or a target that is pasted from several."""
-    pasted, _, seed = name.partition("-")
-    return photographs.make_target(int(seed)) if pasted == "photo" else photographs.photograph(name)
 
 
 def judge_of_world(world: str, name: str, folder: Path) -> Judge:
@@ -155,6 +145,7 @@ def judge_of_photographs(name: str, folder: Path) -> Judge:
     return Judge(load_targets(data / "targets.jsonl"), shown, folder)
 
 
+@cache
 def kept_of(source: str) -> dict[str, Kinds]:
     """The stored images of runs by target and arm."""
     file, arms = KEPT[source]

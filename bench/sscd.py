@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from bench.instrument import BASE, TESTED, WORDS, Target, auc, eight_bits
+from bench.instrument import TESTED, WORDS, Target, auc, autoencoder, eight_bits
 from bench.photographs import WORDS as OF_PHOTOGRAPHS
 from bench.photographs import pictures_of, small
 from bench.published_table import interval, markdown
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure_all(args: argparse.Namespace) -> None:
-    vae = AutoencoderKL.from_pretrained(BASE / "vae").eval()
+    vae = autoencoder()
     sscd = load_embedder("sscd", args.file, "cpu")
     bundled = {name: load_embedder(name, None, "cpu") for name in {*BUNDLED.values()}}
     about = {"sscd": sscd.describe(), **facts()}

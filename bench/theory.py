@@ -22,12 +22,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, DDIMScheduler
+from diffusers import DDIMScheduler
 from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from bench.instrument import BASE, Detector, Target, by_kind, rows_of
+from bench.instrument import BASE, Detector, Target, autoencoder, by_kind, rows_of
 from bench.kept import RESULTS as KEPT
 from bench.kept import STEPS
 from bench.published import per_phrase
@@ -86,11 +86,6 @@ VARIANTS = {
 
 
 # ---------------------------------------------------------------- records
-@cache
-def autoencoder() -> AutoencoderKL:
-    return AutoencoderKL.from_pretrained(BASE / "vae").eval().requires_grad_(False)
-
-
 def encode(pictures: Sequence[Image.Image]) -> Tensor:
     """Pictures -> scaled latents (N,C,8,8)."""
     vae = autoencoder()

@@ -6,7 +6,6 @@ theory-tests.png     what the machine draws under other data, a line a variant
 """
 
 import argparse
-import io
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 from torch import Tensor
 
+from bench.judged import images_of
 from bench.kept import RESULTS as KEPT
 from bench.kept import pictures_of
 from bench.recovery import ROOT
@@ -58,9 +58,7 @@ def sheet(
 def of_network(arm: str, target: str, count: int) -> list[Image.Image]:
     """The first images of a trained network, as bench/kept.py stored them."""
     with zipfile.ZipFile(pictures_of(KEPT)) as archive:
-        line = Image.open(io.BytesIO(archive.read(f"{arm}-{target}.png"))).convert("RGB")
-    side = line.height
-    return [line.crop((side * (i + 1), 0, side * (i + 2), side)) for i in range(count)]
+        return images_of(archive, f"{arm}-{target}.png")[:count]
 
 
 def samples(arm: str, targets: Sequence[str]) -> Image.Image:
