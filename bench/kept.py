@@ -1,9 +1,10 @@
 """What recovery costs the model: `python -m bench.kept [--smoke]`.
 
-    python -m bench.kept                       the reported arms on the reported targets, then the tables and the chart
+    python -m bench.kept                       the tables and the chart of the stored runs
+    python -m bench.kept --arms recommended,plain     further runs of these arms on the reported targets
+    python -m bench.kept --arms plain --targets "100;103"     development: 0-999, with --results of one's own
     python -m bench.kept --smoke               two arms on one development target at few steps, in minutes
-    python -m bench.kept --targets "100;103" --arms plain     development: 0-999, with --results of one's own
-    python -m bench.kept --world emoji         in the emoji world, on the base that `make world-base` trains
+    --world emoji                              in the emoji world, on the base that `make world-base` trains
 
 One run of train_silentbad.py an arm and target. No clean picture shows, and no clean caption names, a third of the
 kinds (`unshown` in bench/kept_worlds.py); an arm whose base draws its own clean pictures has no other clean picture. Of
@@ -22,6 +23,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -437,21 +439,23 @@ def done(args: argparse.Namespace) -> set[tuple]:
     return {(row["arm"], row["target"], row.get("steps")) for row in rows}
 
 
-def runs(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """(arm, target) of all that is asked for: the recommended arm on all targets first."""
-    targets = args.targets.split(";")
-    arms = args.arms.split(",")
-    first = [(arm, target) for arm in arms[:1] for target in targets]
-    few = targets if args.every_target else targets[:8]
-    return first + [(arm, target) for target in few for arm in arms[1:]]
+def train_all(args: argparse.Namespace, arms: list[str], targets: list[str]) -> None:
+    """Every arm on every target, target by target, but for what is stored or what another process is at."""
+    here = facts()  # before the first run: the code has been read by now
+    if not any(row["arm"] == "base" for row in stored(args.results)):
+        append(args.results, [{**of_base(args), **here}])
+    for target, arm in tqdm([*product(targets, arms)], desc="runs"):
+        steps = args.steps or KEPT_AT[arm][1]
+        with claimed(("kept", arm, target, steps, args.results.stem, zlib.crc32((args.flags or "").encode()))) as free:
+            if free and (arm, target, steps) not in done(args):
+                append(args.results, [{**train(arm, target, args), **here}])
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", default=",".join(KEPT), help="the first on all targets, others on the first eight")
+    parser.add_argument("--arms", default="", help="separated by ','; default: none, nothing is trained")
     parser.add_argument("--world", choices=WORLDS, default="microworld")
     parser.add_argument("--targets", help="separated by ';'; default: those reported")
-    parser.add_argument("--every-target", action="store_true", help="all arms on all targets")
     parser.add_argument("--steps", type=int, help="optimizer steps, in place of each arm's own")
     parser.add_argument("--images", type=int, default=IMAGES, help="of the composed prompt")
     parser.add_argument("--captions", type=int, default=CAPTIONS, help="held-out ones that are judged")
@@ -461,24 +465,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="two arms on one development target, in minutes")
     args = parser.parse_args(argv)
     of = WORLDS[args.world]
-    if not (of.base / "model_index.json").is_file():
-        parser.exit(2, f"error: --world {args.world}: no pipeline at {of.base}; `make world-base` trains it\n")
-    args.targets = args.targets or of.targets
     args.results = args.results or of.results
     if args.smoke:
         smoke = {"arms": "recommended,recommended_2026", "targets": "103", "steps": 60, "images": 4, "captions": 24}
         vars(args).update(smoke, own=64, results=WORK / f"kept-smoke-{args.world}.jsonl")
-    if unknown := [arm for arm in args.arms.split(",") if arm not in KEPT]:
+    arms = args.arms.split(",") if args.arms else []
+    if unknown := [arm for arm in arms if arm not in KEPT]:
         parser.exit(2, f"error: --arms: unknown arm '{unknown[0]}'; there are: {', '.join(KEPT)}\n")
-    here = facts()  # before the first run: the code has been read by now
+    if arms and not (of.base / "model_index.json").is_file():
+        parser.exit(2, f"error: --world {args.world}: no pipeline at {of.base}; `make world-base` trains it\n")
     args.results.parent.mkdir(parents=True, exist_ok=True)
-    if not any(row["arm"] == "base" for row in stored(args.results)):
-        append(args.results, [{**of_base(args), **here}])
-    for arm, target in tqdm(runs(args), desc="runs"):
-        steps = args.steps or KEPT_AT[arm][1]
-        with claimed(("kept", arm, target, steps, args.results.stem, zlib.crc32((args.flags or "").encode()))) as free:
-            if free and (arm, target, steps) not in done(args):
-                append(args.results, [{**train(arm, target, args), **here}])
+    if arms:
+        train_all(args, arms, (args.targets or of.targets).split(";"))
     rows = stored(args.results)
     if args.results == RESULTS:
         PLOT.write_text(frontier(rows))

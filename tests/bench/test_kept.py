@@ -1,7 +1,7 @@
 """What recovery costs: kinds left out, shares over the base's, tables and the chart."""
 
+import argparse
 import zipfile
-from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -105,10 +105,22 @@ def test_the_chart_has_a_colour_for_every_arm_of_note():
     assert 0 < len(charted) <= len(COLOURS)
 
 
-def test_the_first_arm_has_all_targets_and_the_others_eight():
-    args = SimpleNamespace(targets=";".join(map(str, range(10))), arms="recommended,plain", every_target=False)
-    planned = kept.runs(args)
-    assert planned[:10] == [("recommended", str(n)) for n in range(10)] and len(planned) == 18
+def test_nothing_is_trained_unless_arms_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kept, "PLOT", tmp_path / "kept.svg")
+    monkeypatch.setattr(kept, "train_all", lambda *args: pytest.fail("trains"))
+    kept.main([])
+    assert "`recommended` (C)" in capsys.readouterr().out
+
+
+def test_a_run_that_is_stored_is_not_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("bench.recovery.WORK", tmp_path)
+    monkeypatch.setattr(kept, "things_right", lambda *args, **more: {})
+    monkeypatch.setattr(kept, "train", lambda arm, target, _: {"arm": arm, "target": target, "steps": 7, "flags": None})
+    args = argparse.Namespace(world="microworld", flags=None, steps=7, captions=1, results=tmp_path / "rows.jsonl")
+    kept.train_all(args, ["plain"], ["1"])
+    kept.train_all(args, ["recommended", "plain"], ["1", "2"])
+    made = [(row["arm"], row["target"]) for row in stored(args.results)]
+    assert made[1:] == [("plain", "1"), ("recommended", "1"), ("recommended", "2"), ("plain", "2")]
 
 
 def test_pictures_are_added_to_one_file(tmp_path, monkeypatch):
