@@ -5,9 +5,14 @@ Photographs of scikit-image's wheel as they were taken, and targets pasted from 
 do, and measured on the target. A model is a row of bench/results/photographs-trained.jsonl; one that is stored is not
 trained again. Its images go to photographs-trained-pictures.zip, target first, so that somebody can look whether they
 show it. `--figure` draws the first of them for README's front page.
+
+`--folder DIR` takes pictures of anybody's: DIR/NAME/target.png, mask-0.png and so on, phrases.json (a list, what is
+behind the things last), and DIR/backgrounds. Their rows are others/NAME, and their images stay in DIR, since they are
+not ours to hand on.
 """
 
 import argparse
+import json
 import tempfile
 import zipfile
 from pathlib import Path
@@ -18,7 +23,7 @@ from tqdm import tqdm
 from bench.judged import line_of
 from bench.kept import keep_pictures, pictures_of
 from bench.photographs import photograph
-from bench.photographs_withheld import RECIPE, train, write_data
+from bench.photographs_withheld import RECIPE, prepare, train, write_data
 from bench.recovery_table import append, grid, stored
 from silentbad.measure.intervals import binomial_interval
 from silentbad.measure.record import RECOVERED
@@ -26,26 +31,39 @@ from tests import photographs
 
 RESULTS = Path(__file__).parent / "results" / "photographs-trained.jsonl"
 TARGETS = (*photographs.PHOTOGRAPHS, *(f"photo-{seed}" for seed in range(412, 424)))
+SOURCES = ("as taken", "pasted", "by others")
 RATES = {RECIPE: "4.0e-3", "recommended": "2.5e-3"}
 STEPS = 400
+OTHERS = "others/"  # before the names of pictures that nobody here chose
 FIGURE = Path(__file__).parents[1] / "docs" / "images" / "photograph.png"
 ON_FRONT = "recommended-astronaut.png"  # of the kept images
 
 
-def trained(name: str, recipe: str) -> dict:
+def data_of_others(folder: Path, name: str, out: Path) -> list[str]:
+    """The data set of a target that lies in a folder, and its elements' phrases."""
+    phrases = json.loads((folder / name / "phrases.json").read_text())
+    masks = [folder / name / f"mask-{number}.png" for number in range(len(phrases) - 1)]
+    prepare(folder / name / "target.png", masks, phrases, folder / "backgrounds", out / "data")
+    return phrases
+
+
+def trained(name: str, recipe: str, others: Path | None) -> dict:
     """The row of one model; its images are kept."""
     from silentbad.measure.scores import latest
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        phrases = write_data(name, photograph(name), folder)
+        if others:
+            phrases = data_of_others(others, name, folder)
+        else:
+            phrases = write_data(name, photograph(name), folder)
         record = train(folder / "data", folder / "run", STEPS, len(phrases), recipe, learning_rate=RATES[recipe])
         last = record.history[-1]
         image = next((folder / "run" / "samples").glob(f"step-{last.step:06d}-*/grid.png"))
-        keep_pictures(RESULTS, f"{recipe}-{name}.png", image)
+        keep_pictures(others / "images" if others else RESULTS, f"{recipe}-{name}.png", image)
     (scores,) = latest(last).targets.values()
     return {
-        "target": name,
+        "target": f"{OTHERS}{name}" if others else name,
         "recipe": recipe,
         "steps": STEPS,
         "state": record.verdict.state,
@@ -56,20 +74,27 @@ def trained(name: str, recipe: str) -> dict:
     }
 
 
+def source_of(target: str) -> str:
+    """Where a picture comes from, by its name."""
+    as_taken, pasted, others = SOURCES
+    if target.startswith(OTHERS):
+        return others
+    return pasted if target.startswith("photo-") else as_taken
+
+
 def table(rows: list[dict]) -> str:
     """A line a recipe: Markdown."""
     lines = []
     for recipe in RATES:
+        of_recipe = [row for row in rows if row["recipe"] == recipe]
         cells = []
-        for pasted in (False, True):
-            states = [
-                row["state"] for row in rows if row["recipe"] == recipe and row["target"].startswith("photo-") == pasted
-            ]
+        for source in SOURCES:
+            states = [row["state"] for row in of_recipe if source_of(row["target"]) == source]
             back = states.count(RECOVERED)
             low, high = binomial_interval(back, len(states)) if states else (0, 1)
             cells.append(f"{back} of {len(states)} [{low:.2f}, {high:.2f}]" if states else "not run")
         lines.append([f"configs/{recipe}.yaml", str(STEPS), *cells])
-    return grid(("trained with", "steps", "recovered, as taken", "recovered, pasted"), lines)
+    return grid(("trained with", "steps", *(f"recovered, {source}" for source in SOURCES)), lines)
 
 
 def by_target(rows: list[dict]) -> str:
@@ -96,16 +121,22 @@ def figure(pictures: int = 6, side: int = 144, gap: int = 12) -> Image.Image:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=[*RATES], default=[*RATES])
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS], metavar="NAME")
+    parser.add_argument("--targets", nargs="+", metavar="NAME", help="default: all")
+    parser.add_argument("--folder", type=Path, help="of anybody's pictures, in place of those of scikit-image")
     parser.add_argument("--figure", action="store_true", help="write docs/images/photograph.png, and train nothing")
     args = parser.parse_args(argv)
     if args.figure:
         figure().save(FIGURE)
         return
+    there = sorted(file.parent.name for file in args.folder.glob("*/phrases.json")) if args.folder else [*TARGETS]
+    if unknown := set(args.targets or there) - set(there):
+        parser.exit(2, f"error: --targets: no {', '.join(sorted(unknown))}; there are: {', '.join(there)}\n")
+    prefix = OTHERS if args.folder else ""
     done = {(row["target"], row["recipe"]) for row in stored(RESULTS)} if RESULTS.exists() else set()
-    models = [(name, recipe) for recipe in args.recipes for name in args.targets if (name, recipe) not in done]
-    for name, recipe in tqdm(models, desc="models"):
-        append(RESULTS, [trained(name, recipe)])
+    models = [(name, recipe) for recipe in args.recipes for name in args.targets or there]
+    todo = [(name, recipe) for name, recipe in models if (prefix + name, recipe) not in done]
+    for name, recipe in tqdm(todo, desc="models"):
+        append(RESULTS, [trained(name, recipe, args.folder)])
     rows = stored(RESULTS)
     print(table(rows), by_target(rows), sep="\n\n")
 

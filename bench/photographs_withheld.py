@@ -41,9 +41,14 @@ def write_data(name: str, target: photographs.Target, folder: Path) -> list[str]
     photographs.write_pictures(pictures, target, name)
     phrases = [phrase for phrase, _ in target.elements]
     masks = [pictures / photographs.file_name(phrase) for phrase in phrases[:-1]]
-    flags: list[str | Path] = ["--target", pictures / f"{name}.png", "--masks", *masks, "--phrases", *phrases]
-    run("-m", "silentbad.prepare", *flags, "--backgrounds", pictures / "backgrounds", "--out", folder / "data")
+    prepare(pictures / f"{name}.png", masks, phrases, pictures / "backgrounds", folder / "data")
     return phrases
+
+
+def prepare(target: Path, masks: list[Path], phrases: list[str], backgrounds: Path, out: Path) -> None:
+    """`silentbad.prepare`, as somebody calls it with pictures of their own."""
+    flags: list[str | Path] = ["--target", target, "--masks", *masks, "--phrases", *phrases]
+    run("-m", "silentbad.prepare", *flags, "--backgrounds", backgrounds, "--out", out)
 
 
 def train(data: Path, out: Path, steps: int, elements: int, recipe: str = RECIPE, **more: str) -> Record:

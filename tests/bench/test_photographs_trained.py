@@ -1,0 +1,42 @@
+"""Models of photographs: whose pictures they are, and pictures of a folder."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from bench import photographs_trained as trained
+
+
+def row(target: str, state: str) -> dict:
+    return {"target": target, "recipe": "recommended", "state": state, "phrases": [], "elements": [], "rate": 1.0}
+
+
+def test_the_table_tells_apart_who_chose_a_picture():
+    rows = [row("astronaut", "recovered"), row("photo-412", "in part"), *[row("others/dog", "recovered")] * 2]
+    cells = trained.table(rows).splitlines()[-1].split(" | ")
+    assert [cell.split(" [")[0] for cell in cells[2:]] == ["1 of 1", "0 of 1", "2 of 2"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    here = tmp_path / "dog"
+    here.mkdir()
+    for name in ("target", "mask-0", "mask-1"):
+        Image.new("L", (4, 4)).save(here / f"{name}.png")
+    (here / "phrases.json").write_text(json.dumps(["a dog", "a ball", "a lawn"]))
+    return tmp_path
+
+
+def test_a_folder_is_prepared_as_a_user_would(folder, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("bench.photographs_withheld.run", lambda *words: calls.append(list(map(str, words))))
+    assert trained.data_of_others(folder, "dog", tmp_path / "out") == ["a dog", "a ball", "a lawn"]
+    (words,) = calls
+    assert words[:2] == ["-m", "silentbad.prepare"] and words[words.index("--masks") + 2].endswith("mask-1.png")
+
+
+def test_a_target_that_is_not_there_is_named(folder, capsys):
+    with pytest.raises(SystemExit):
+        trained.main(["--folder", str(folder), "--targets", "cat"])
+    assert "no cat; there are: dog" in capsys.readouterr().err
