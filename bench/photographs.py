@@ -52,6 +52,8 @@ WORDS = {
     "grey": "an element or the whole in grey",
     "tinted": "an element or the whole with a tint of 0.15",
 }
+SOURCES = ("pasted", "as taken", "by others")
+OTHERS = "others/"  # before the names of pictures that nobody here chose
 JUDGES = {"copy: the lower of two scores": "before", "copy: micro": "now"}  # by how their descriptions begin
 
 
@@ -128,8 +130,9 @@ def photograph(name: str) -> photographs.Target:
     return photographs.make_target(int(seed)) if pasted == "photo" else photographs.photograph(name)
 
 
-def of_photographs(seed: int) -> Target:
-    return target_of(photographs.make_target(seed), f"photo-{seed}")
+def folders(folder: Path) -> list[Path]:
+    """Those in a folder that hold somebody's picture with its phrases."""
+    return sorted(file.parent for file in folder.glob("*/phrases.json"))
 
 
 def example_pictures(target: Target) -> dict[str, Image.Image]:
@@ -182,36 +185,48 @@ def pictures_of(made: photographs.Target) -> dict[str, Image.Image]:
     return photographs.failures(made) | copies
 
 
-def work(first: int, targets: int) -> Iterator[tuple[Target, dict[str, Image.Image]]]:
-    (ball_box,) = load_targets(EXAMPLE / "targets.jsonl")
-    yield ball_box, example_pictures(ball_box)
-    for name in photographs.PHOTOGRAPHS:
-        made = photographs.photograph(name)
+def work(first: int, targets: int, folder: Path | None) -> Iterator[tuple[Target, dict[str, Image.Image]]]:
+    if folder:
+        named = [(f"{OTHERS}{of_one.name}", photographs.of_folder(of_one)) for of_one in folders(folder)]
+    else:
+        (ball_box,) = load_targets(EXAMPLE / "targets.jsonl")
+        yield ball_box, example_pictures(ball_box)
+        names = [*photographs.PHOTOGRAPHS, *(f"photo-{seed}" for seed in range(first, first + targets))]
+        named = [(name, photograph(name)) for name in names]
+    for name, made in named:
         yield target_of(made, name), pictures_of(made)
-    for seed in range(first, first + targets):
-        yield of_photographs(seed), pictures_of(photographs.make_target(seed))
 
 
 # ------------------------------------------------------------------------------------------------- tables
+def source_of(target: str) -> str:
+    """Where a picture comes from, by its name."""
+    pasted, as_taken, others = SOURCES
+    if target.startswith(OTHERS):
+        return others
+    return pasted if target.startswith("photo-") else as_taken
+
+
 def judged_by(row: dict) -> str:
     """A column of the tables; rows of the first benchmark name no judge."""
     return next((name for start, name in JUDGES.items() if row.get("judge", "").startswith(start)), "")
 
 
 def table(rows: list[dict]) -> str:
-    """What counted, by kind of picture and judge: of targets pasted from photographs, and of photographs as taken."""
+    """What counted, by kind of picture and judge: of targets pasted from photographs, of photographs as taken, and of
+    pictures that others chose."""
     cells: dict[tuple[str, str], list[bool]] = defaultdict(list)
     told: dict[str, dict[str, bool]] = defaultdict(dict)
     for row in rows:
         judge = judged_by(row)
         if not judge or row["target"] == "ball-box":
             continue
-        column = f"{'pasted' if row['target'].startswith('photo-') else 'as taken'}, {judge}"
+        column = f"{source_of(row['target'])}, {judge}"
         told[column][row["target"]] = row["parts"]
         names = ["a copy"] if row["copy"] else [WORDS[row["kind"].rpartition("-")[0]], "every failure"]
         for name in names:
             cells[name, column].append(row["passes"])
-    columns = sorted(told, key=lambda column: column.startswith("as"))
+    columns = [f"{source}, {judge}" for source in SOURCES for judge in ("now", "before")]
+    columns = [column for column in columns if column in told]
     parts = ["*targets in which the detector tells copies from failures in every part*"]
     lines = [parts + [f"{sum(told[column].values())} of {len(told[column])}" for column in columns]]
     for name in [*WORDS.values(), "every failure", "a copy"]:
@@ -237,12 +252,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=FIRST, help="seed of the first target")
     parser.add_argument("--targets", type=int, default=TARGETS)
+    parser.add_argument("--folder", type=Path, help="of anybody's pictures, as for bench.photographs_trained")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     shown = textures()
     judge = load_embedder("copy", None, "cpu").describe()
     done = {row["target"] for row in stored(args.results) if row.get("judge") == judge}
-    for target, pictures in tqdm(work(args.first, args.targets), desc="targets"):
+    for target, pictures in tqdm(work(args.first, args.targets, args.folder), desc="targets"):
         if target.target_id not in done:
             append(args.results, [*measure(target, pictures, shown)])
     rows = stored(args.results)

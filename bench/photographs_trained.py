@@ -15,6 +15,7 @@ import argparse
 import json
 import tempfile
 import zipfile
+from itertools import product
 from pathlib import Path
 
 from PIL import Image
@@ -22,7 +23,7 @@ from tqdm import tqdm
 
 from bench.judged import line_of
 from bench.kept import keep_pictures, pictures_of
-from bench.photographs import photograph
+from bench.photographs import OTHERS, SOURCES, folders, photograph, source_of
 from bench.photographs_withheld import RECIPE, prepare, train, write_data
 from bench.recovery_table import append, grid, stored
 from silentbad.measure.intervals import binomial_interval
@@ -31,10 +32,8 @@ from tests import photographs
 
 RESULTS = Path(__file__).parent / "results" / "photographs-trained.jsonl"
 TARGETS = (*photographs.PHOTOGRAPHS, *(f"photo-{seed}" for seed in range(412, 424)))
-SOURCES = ("as taken", "pasted", "by others")
 RATES = {RECIPE: "4.0e-3", "recommended": "2.5e-3"}
 STEPS = 400
-OTHERS = "others/"  # before the names of pictures that nobody here chose
 FIGURE = Path(__file__).parents[1] / "docs" / "images" / "photograph.png"
 ON_FRONT = "recommended-astronaut.png"  # of the kept images
 
@@ -47,8 +46,8 @@ def data_of_others(folder: Path, name: str, out: Path) -> list[str]:
     return phrases
 
 
-def trained(name: str, recipe: str, others: Path | None) -> dict:
-    """The row of one model; its images are kept."""
+def trained(name: str, recipe: str, others: Path | None, withheld: int | None = None) -> dict:
+    """The row of one model, which sees all elements or all but one; its images are kept."""
     from silentbad.measure.scores import latest
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -57,14 +56,20 @@ def trained(name: str, recipe: str, others: Path | None) -> dict:
             phrases = data_of_others(others, name, folder)
         else:
             phrases = write_data(name, photograph(name), folder)
-        record = train(folder / "data", folder / "run", STEPS, len(phrases), recipe, learning_rate=RATES[recipe])
+        more = {"learning_rate": RATES[recipe]}
+        if withheld is not None:
+            (target,) = stored(folder / "data" / "targets.jsonl")
+            more["withhold"] = f"{target['target_id']}/{withheld}"
+        record = train(folder / "data", folder / "run", STEPS, len(phrases) - len(more) + 1, recipe, **more)
         last = record.history[-1]
         image = next((folder / "run" / "samples").glob(f"step-{last.step:06d}-*/grid.png"))
-        keep_pictures(others / "images" if others else RESULTS, f"{recipe}-{name}.png", image)
+        without = "" if withheld is None else f"-without-{withheld}"
+        keep_pictures(others / "images" if others else RESULTS, f"{recipe}-{name}{without}.png", image)
     (scores,) = latest(last).targets.values()
     return {
         "target": f"{OTHERS}{name}" if others else name,
         "recipe": recipe,
+        "withheld": withheld,
         "steps": STEPS,
         "state": record.verdict.state,
         "reasons": record.verdict.reasons,
@@ -74,19 +79,11 @@ def trained(name: str, recipe: str, others: Path | None) -> dict:
     }
 
 
-def source_of(target: str) -> str:
-    """Where a picture comes from, by its name."""
-    as_taken, pasted, others = SOURCES
-    if target.startswith(OTHERS):
-        return others
-    return pasted if target.startswith("photo-") else as_taken
-
-
 def table(rows: list[dict]) -> str:
     """A line a recipe: Markdown."""
     lines = []
     for recipe in RATES:
-        of_recipe = [row for row in rows if row["recipe"] == recipe]
+        of_recipe = [row for row in rows if row["recipe"] == recipe and row.get("withheld") is None]
         cells = []
         for source in SOURCES:
             states = [row["state"] for row in of_recipe if source_of(row["target"]) == source]
@@ -103,8 +100,9 @@ def by_target(rows: list[dict]) -> str:
     for row in rows:
         parts = zip(row["phrases"], row["elements"], strict=True)
         elements = ", ".join(f"{phrase} {rate:.2f}" for phrase, rate in parts)
-        lines.append([row["target"], row["recipe"], row["state"], f"{row['rate']:.2f}", elements])
-    return grid(("target", "trained with", "verdict", "strict rate", "elements"), lines)
+        withheld = "" if row.get("withheld") is None else row["phrases"][row["withheld"]]
+        lines.append([row["target"], row["recipe"], withheld, row["state"], f"{row['rate']:.2f}", elements])
+    return grid(("target", "trained with", "withheld", "verdict", "strict rate", "elements"), lines)
 
 
 def figure(pictures: int = 6, side: int = 144, gap: int = 12) -> Image.Image:
@@ -123,20 +121,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--recipes", nargs="+", choices=[*RATES], default=[*RATES])
     parser.add_argument("--targets", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--folder", type=Path, help="of anybody's pictures, in place of those of scikit-image")
+    parser.add_argument("--withhold", type=int, metavar="K", help="train without the pictures of element K, from 0")
     parser.add_argument("--figure", action="store_true", help="write docs/images/photograph.png, and train nothing")
     args = parser.parse_args(argv)
     if args.figure:
         figure().save(FIGURE)
         return
-    there = sorted(file.parent.name for file in args.folder.glob("*/phrases.json")) if args.folder else [*TARGETS]
-    if unknown := set(args.targets or there) - set(there):
+    there = [of_one.name for of_one in folders(args.folder)] if args.folder else [*TARGETS]
+    names = args.targets or there
+    if unknown := set(names) - set(there):
         parser.exit(2, f"error: --targets: no {', '.join(sorted(unknown))}; there are: {', '.join(there)}\n")
     prefix = OTHERS if args.folder else ""
-    done = {(row["target"], row["recipe"]) for row in stored(RESULTS)} if RESULTS.exists() else set()
-    models = [(name, recipe) for recipe in args.recipes for name in args.targets or there]
-    todo = [(name, recipe) for name, recipe in models if (prefix + name, recipe) not in done]
-    for name, recipe in tqdm(todo, desc="models"):
-        append(RESULTS, [trained(name, recipe, args.folder)])
+    done = {(row["target"], row["recipe"], row.get("withheld")) for row in stored(RESULTS)}
+    for recipe, name in tqdm([*product(args.recipes, names)], desc="models"):
+        if (prefix + name, recipe, args.withhold) not in done:
+            append(RESULTS, [trained(name, recipe, args.folder, args.withhold)])
     rows = stored(RESULTS)
     print(table(rows), by_target(rows), sep="\n\n")
 

@@ -6,7 +6,9 @@ was taken. `failures` and `copies` are pictures that a verdict must refuse and p
 file lies in the installed package.
 """
 
+import json
 import sys
+import zlib
 from functools import cache
 from importlib.resources import files
 from io import BytesIO
@@ -282,26 +284,43 @@ def make_target(seed: int) -> Target:
 
 @cache
 def photograph(name: str) -> Target:
-    """One of PHOTOGRAPHS, its middle square; of masks that meet, the first thing's has the pixels.
-    Its backdrop is filled from around the things."""
+    """One of PHOTOGRAPHS, its middle square."""
     file, phrases, ground = PHOTOGRAPHS[name]
     original = opened(file)
     picture = ImageOps.fit(original, (SIDE, SIDE), Image.Resampling.LANCZOS)
+    masks = [ImageOps.fit(mask_of(phrase, original.size), picture.size, Image.Resampling.BOX) for phrase in phrases]
+    return of_masks(picture, [*phrases, ground], masks, list(PHOTOGRAPHS).index(name))
+
+
+def of_folder(folder: Path) -> Target:
+    """Anybody's picture: target.png, mask-0.png and so on, and phrases.json, what is behind the things last."""
+    phrases = json.loads((folder / "phrases.json").read_text())
+    with Image.open(folder / "target.png") as image:
+        picture = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.LANCZOS)
+    masks = []
+    for number in range(len(phrases) - 1):
+        with Image.open(folder / f"mask-{number}.png") as image:
+            masks.append(image.convert("L").resize(picture.size, Image.Resampling.BOX))
+    return of_masks(picture, phrases, masks, zlib.crc32(folder.name.encode()))
+
+
+def of_masks(picture: Image.Image, phrases: list[str], masks: list[Image.Image], seed: int) -> Target:
+    """A picture with a mask for each phrase but the last; of masks that meet, the first thing's has the pixels.
+    Its backdrop is filled from around the things."""
     cutouts: list[Cutout] = []
     places: list[Place] = []
     covered = Image.new("L", picture.size, 0)
-    for phrase in phrases:
-        mask = ImageOps.fit(mask_of(phrase, original.size), picture.size, Image.Resampling.BOX)
+    for phrase, whole in zip(phrases[:-1], masks, strict=True):
+        mask = whole.copy()
         mask.paste(0, mask=covered)
         covered.paste(255, mask=mask)
         box = mask.getbbox()
         assert box is not None, phrase
         cutouts.append(Cutout(phrase, picture.crop(box), mask.crop(box)))
         places.append(box[:2])
-    masks = [on_canvas(thing.mask, place) for thing, place in zip(cutouts, places, strict=True)]
-    elements = list(zip([*phrases, ground], [*masks, rest(masks)], strict=True))
-    backdrop = filled(picture, grown(covered))
-    return Target(picture, elements, cutouts, places, backdrop, list(PHOTOGRAPHS).index(name))
+    own = [on_canvas(thing.mask, place) for thing, place in zip(cutouts, places, strict=True)]
+    elements = list(zip(phrases, [*own, rest(own)], strict=True))
+    return Target(picture, elements, cutouts, places, filled(picture, grown(covered)), seed)
 
 
 def grown(mask: Image.Image) -> Image.Image:
@@ -383,7 +402,7 @@ def of_thing(target: Target, k: int, rng: np.random.Generator) -> dict[str, Imag
     thing = target.cutouts[k]
     place = target.places[k]
     missing = Image.composite(target.backdrop, target.picture, grown(target.elements[k][1]))
-    sources = {THINGS[thing.phrase][0] for thing in target.cutouts}
+    sources = {THINGS[thing.phrase][0] for thing in target.cutouts if thing.phrase in THINGS}
     strangers = [phrase for phrase in THINGS if THINGS[phrase][0] not in sources]
     foreign = cutout(str(rng.choice(strangers)))
     changes = {
@@ -500,7 +519,7 @@ def write_pictures(folder: Path, target: Target, name: str) -> None:
     target.picture.save(folder / f"{name}.png")
     for phrase, mask in target.elements[:-1]:
         mask.save(folder / file_name(phrase))
-    sources = {THINGS[thing.phrase][0] for thing in target.cutouts}
+    sources = {THINGS[thing.phrase][0] for thing in target.cutouts if thing.phrase in THINGS}
     for caption, (source, tint) in BACKGROUNDS.items():
         if source not in sources:
             file = backgrounds / file_name(caption)

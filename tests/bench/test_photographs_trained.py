@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from bench import photographs_trained as trained
+from tests import photographs
 
 
 def row(target: str, state: str) -> dict:
@@ -15,7 +17,7 @@ def row(target: str, state: str) -> dict:
 def test_the_table_tells_apart_who_chose_a_picture():
     rows = [row("astronaut", "recovered"), row("photo-412", "in part"), *[row("others/dog", "recovered")] * 2]
     cells = trained.table(rows).splitlines()[-1].split(" | ")
-    assert [cell.split(" [")[0] for cell in cells[2:]] == ["1 of 1", "0 of 1", "2 of 2"]
+    assert [cell.split(" [")[0] for cell in cells[2:]] == ["0 of 1", "1 of 1", "2 of 2"]
 
 
 @pytest.fixture
@@ -34,6 +36,27 @@ def test_a_folder_is_prepared_as_a_user_would(folder, tmp_path, monkeypatch):
     assert trained.data_of_others(folder, "dog", tmp_path / "out") == ["a dog", "a ball", "a lawn"]
     (words,) = calls
     assert words[:2] == ["-m", "silentbad.prepare"] and words[words.index("--masks") + 2].endswith("mask-1.png")
+
+
+def test_a_model_without_one_element_is_counted_in_no_share():
+    rows = [row("others/dog", "recovered") | {"withheld": 0, "phrases": ["a dog", "a lawn"], "elements": [0.0, 1.0]}]
+    assert "not run" in trained.table(rows) and "| a dog | recovered |" in trained.by_target(rows)
+
+
+def test_failures_are_made_of_anybodys_picture(folder):
+    dog = folder / "dog"
+    rng = np.random.default_rng(0)
+    Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(dog / "target.png")
+    for number in (0, 1):
+        mask = Image.new("L", (64, 64))
+        mask.paste(255, (8, 8 + 24 * number, 40, 40 + 24 * number))
+        mask.save(dog / f"mask-{number}.png")
+    made = photographs.of_folder(dog)
+    assert [phrase for phrase, _ in made.elements] == ["a dog", "a ball", "a lawn"]
+    first, second, rest = (np.asarray(mask) > 127 for _, mask in made.elements)
+    assert not (first & second).any() and (first | second | rest).all()
+    kinds = {kind.rpartition("-")[0] for kind in photographs.failures(made)}
+    assert {"missing", "foreign", "replaced", "moved", "grey", "tinted"} <= kinds
 
 
 def test_a_target_that_is_not_there_is_named(folder, capsys):

@@ -71,7 +71,9 @@ SEEDS = (100, 101, 102, 103)
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory) -> Judge:
     return Judge(
-        [measured.of_photographs(seed) for seed in SEEDS], measured.textures(), tmp_path_factory.mktemp("judge")
+        [measured.target_of(photographs.make_target(seed), f"photo-{seed}") for seed in SEEDS],
+        measured.textures(),
+        tmp_path_factory.mktemp("judge"),
     )
 
 
@@ -206,7 +208,7 @@ def test_what_looks_the_same_is_no_failure(example):
 
 
 def test_a_picture_moved_by_a_pixel_is_the_same_and_one_without_its_bricks_is_not():
-    picture = resize(to_tensor(measured.of_photographs(100).image)[None], (SIDE, SIDE))[0]
+    picture = resize(to_tensor(photographs.make_target(100).picture)[None], (SIDE, SIDE))[0]
     assert failures.difference(picture, failures.shifted(picture, 1, 0)) < 0.02
     assert failures.difference(picture, failures.shifted(picture, 3, 0)) > failures.SEEN
     bricks = to_tensor(photographs.texture("a yellow brick wall", np.random.default_rng(1)))[None]
@@ -295,7 +297,7 @@ def test_where_only_the_blind_part_fails_the_answer_is_undecided():
 
 
 def test_true_copies_are_close_and_moved_at_most_a_pixel_of_64():
-    picture = resize(to_tensor(measured.of_photographs(100).image)[None], (SIDE, SIDE))[0]
+    picture = resize(to_tensor(photographs.make_target(100).picture)[None], (SIDE, SIDE))[0]
     copies = failures.true_copies(picture)
     assert torch.equal(copies[0], picture) and len(copies) == 9
     assert torch.equal(copies[1][:, 1:], picture[:, :-1])
