@@ -9,10 +9,14 @@ show it. `--figure` draws the first of them for README's front page.
 `--folder DIR` takes pictures of anybody's: DIR/NAME/target.png, mask-0.png and so on, phrases.json (a list, what is
 behind the things last), and DIR/backgrounds. Their rows are others/NAME, and their images stay in DIR, since they are
 not ours to hand on.
+
+`--withhold K` trains without the pictures of element K, all else equal. Such a model must not count as recovered.
 """
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import zipfile
 from itertools import product
@@ -23,27 +27,66 @@ from tqdm import tqdm
 
 from bench.judged import line_of
 from bench.kept import keep_pictures, pictures_of
-from bench.photographs import OTHERS, SOURCES, folders, photograph, source_of
-from bench.photographs_withheld import RECIPE, prepare, train, write_data
+from bench.photographs import OTHERS, ROOT, SOURCES, folders, photograph, source_of
 from bench.recovery_table import append, grid, stored
 from silentbad.measure.intervals import binomial_interval
-from silentbad.measure.record import RECOVERED
+from silentbad.measure.record import RECOVERED, Record
 from tests import photographs
 
 RESULTS = Path(__file__).parent / "results" / "photographs-trained.jsonl"
 TARGETS = (*photographs.PHOTOGRAPHS, *(f"photo-{seed}" for seed in range(412, 424)))
-RATES = {RECIPE: "4.0e-3", "recommended": "2.5e-3"}
+RATES = {"fewest_steps": "4.0e-3", "recommended": "2.5e-3"}
 STEPS = 400
-FIGURE = Path(__file__).parents[1] / "docs" / "images" / "photograph.png"
+FIGURE = ROOT / "docs" / "images" / "photograph.png"
 ON_FRONT = "recommended-astronaut.png"  # of the kept images
 
 
-def data_of_others(folder: Path, name: str, out: Path) -> list[str]:
-    """The data set of a target that lies in a folder, and its elements' phrases."""
-    phrases = json.loads((folder / name / "phrases.json").read_text())
-    masks = [folder / name / f"mask-{number}.png" for number in range(len(phrases) - 1)]
-    prepare(folder / name / "target.png", masks, phrases, folder / "backgrounds", out / "data")
+def run(*words: str | Path) -> None:
+    subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def prepare(target: Path, masks: list[Path], phrases: list[str], backgrounds: Path, out: Path) -> None:
+    """`silentbad.prepare`, as somebody calls it with pictures of their own."""
+    flags: list[str | Path] = ["--target", target, "--masks", *masks, "--phrases", *phrases]
+    run("-m", "silentbad.prepare", *flags, "--backgrounds", backgrounds, "--out", out)
+
+
+def write_data(name: str, target: photographs.Target, folder: Path) -> list[str]:
+    """The data set of a target in `folder`/data, and its elements' phrases."""
+    pictures = folder / "pictures"
+    photographs.write_pictures(pictures, target, name)
+    phrases = [phrase for phrase, _ in target.elements]
+    masks = [pictures / photographs.file_name(phrase) for phrase in phrases[:-1]]
+    prepare(pictures / f"{name}.png", masks, phrases, pictures / "backgrounds", folder / "data")
     return phrases
+
+
+def data_of_others(others: Path, name: str, folder: Path) -> list[str]:
+    """The same of a target of somebody else."""
+    phrases = json.loads((others / name / "phrases.json").read_text())
+    masks = [others / name / f"mask-{number}.png" for number in range(len(phrases) - 1)]
+    prepare(others / name / "target.png", masks, phrases, others / "backgrounds", folder / "data")
+    return phrases
+
+
+def train(folder: Path, elements: int, recipe: str, withheld: int | None) -> Record:
+    """What a training on `folder`/data measures at its end."""
+    flags: dict[str, str | Path] = {
+        "train_data_dir": folder / "data",
+        "output_dir": folder / "run",
+        "learning_rate": RATES[recipe],
+        "max_train_steps": str(STEPS),
+        "validation.targets": folder / "data" / "targets.jsonl",
+        "validation.steps": str(STEPS),
+    }
+    if elements == 2:  # no pair may be shown: the whole would be
+        flags["memory.rehearsal.name"] = "none"
+    if withheld is not None:
+        (target,) = stored(folder / "data" / "targets.jsonl")
+        flags["withhold"] = f"{target['target_id']}/{withheld}"
+    configs = ["--config", "configs/photos.yaml", "--config", f"configs/{recipe}.yaml"]
+    run("train_silentbad.py", *configs, *(f"--{name}={value}" for name, value in flags.items()))
+    return Record.load(folder / "run" / "validation.json")
 
 
 def trained(name: str, recipe: str, others: Path | None, withheld: int | None = None) -> dict:
@@ -52,15 +95,8 @@ def trained(name: str, recipe: str, others: Path | None, withheld: int | None = 
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if others:
-            phrases = data_of_others(others, name, folder)
-        else:
-            phrases = write_data(name, photograph(name), folder)
-        more = {"learning_rate": RATES[recipe]}
-        if withheld is not None:
-            (target,) = stored(folder / "data" / "targets.jsonl")
-            more["withhold"] = f"{target['target_id']}/{withheld}"
-        record = train(folder / "data", folder / "run", STEPS, len(phrases) - len(more) + 1, recipe, **more)
+        phrases = data_of_others(others, name, folder) if others else write_data(name, photograph(name), folder)
+        record = train(folder, len(phrases), recipe, withheld)
         last = record.history[-1]
         image = next((folder / "run" / "samples").glob(f"step-{last.step:06d}-*/grid.png"))
         without = "" if withheld is None else f"-without-{withheld}"
@@ -80,18 +116,18 @@ def trained(name: str, recipe: str, others: Path | None, withheld: int | None = 
 
 
 def table(rows: list[dict]) -> str:
-    """A line a recipe: Markdown."""
+    """A line a recipe, of the models that see all elements, then one of those that do not: Markdown."""
     lines = []
-    for recipe in RATES:
-        of_recipe = [row for row in rows if row["recipe"] == recipe and row.get("withheld") is None]
+    for recipe, whole in ((recipe, whole) for whole in (True, False) for recipe in RATES):
+        chosen = [row for row in rows if row["recipe"] == recipe and (row.get("withheld") is None) == whole]
         cells = []
         for source in SOURCES:
-            states = [row["state"] for row in of_recipe if source_of(row["target"]) == source]
+            states = [row["state"] for row in chosen if source_of(row["target"]) == source]
             back = states.count(RECOVERED)
             low, high = binomial_interval(back, len(states)) if states else (0, 1)
-            cells.append(f"{back} of {len(states)} [{low:.2f}, {high:.2f}]" if states else "not run")
-        lines.append([f"configs/{recipe}.yaml", str(STEPS), *cells])
-    return grid(("trained with", "steps", *(f"recovered, {source}" for source in SOURCES)), lines)
+            cells.append(f"{back} of {len(states)} [{low:.2f}, {high:.2f}]" if states else "")
+        lines += [[f"configs/{recipe}.yaml", "all" if whole else "all but one", *cells]] if chosen else []
+    return grid(("trained with", "elements shown", *(f"recovered, {source}" for source in SOURCES)), lines)
 
 
 def by_target(rows: list[dict]) -> str:

@@ -29,7 +29,7 @@ from bench import emoji_judge, instrument, sscd
 from bench.judged import images_of
 from bench.kept_worlds import EMOJI_BASE, MICRO, WORLDS
 from bench.photographs import Judge, photograph, target_of, textures
-from bench.photographs_withheld import write_data
+from bench.photographs_trained import write_data
 from bench.published_table import interval, markdown
 from bench.recovery import data_set, facts
 from bench.recovery_table import append, stored

@@ -32,15 +32,30 @@ def folder(tmp_path):
 
 def test_a_folder_is_prepared_as_a_user_would(folder, tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr("bench.photographs_withheld.run", lambda *words: calls.append(list(map(str, words))))
+    monkeypatch.setattr(trained, "run", lambda *words: calls.append(list(map(str, words))))
     assert trained.data_of_others(folder, "dog", tmp_path / "out") == ["a dog", "a ball", "a lawn"]
     (words,) = calls
     assert words[:2] == ["-m", "silentbad.prepare"] and words[words.index("--masks") + 2].endswith("mask-1.png")
 
 
 def test_a_model_without_one_element_is_counted_in_no_share():
-    rows = [row("others/dog", "recovered") | {"withheld": 0, "phrases": ["a dog", "a lawn"], "elements": [0.0, 1.0]}]
-    assert "not run" in trained.table(rows) and "| a dog | recovered |" in trained.by_target(rows)
+    parts = {"phrases": ["a dog", "a lawn"], "elements": [0.0, 1.0]}
+    rows = [row("others/dog", "recovered"), row("others/dog", "undecided") | {"withheld": 0} | parts]
+    whole, without = trained.table(rows).splitlines()[2:]
+    assert "| all | " in whole and "1 of 1" in whole and "| all but one | " in without and "0 of 1" in without
+    assert "| a dog | undecided |" in trained.by_target(rows)
+
+
+def test_a_withheld_element_changes_nothing_else(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "targets.jsonl").write_text('{"target_id": "dog"}\n')
+    calls = []
+    monkeypatch.setattr(trained, "run", lambda *words: calls.append(list(map(str, words))))
+    monkeypatch.setattr(trained.Record, "load", lambda file: file)
+    for withheld in (None, 1):
+        trained.train(tmp_path, 3, "recommended", withheld)
+    whole, without = calls
+    assert [word for word in without if word not in whole] == ["--withhold=dog/1"]
 
 
 def test_failures_are_made_of_anybodys_picture(folder):

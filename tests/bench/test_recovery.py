@@ -65,7 +65,7 @@ def test_many_targets_have_a_file_name_that_a_file_system_takes():
     assert len(set(many)) == 2 and max(map(len, many)) <= 160
 
 
-LIGHT = ("many", "photographs_withheld", "published", "recovery", "recovery_table", "shield_story")
+LIGHT = ("many", "published", "recovery", "recovery_table", "shield_story")
 
 
 def test_what_starts_runs_parses_its_flags_without_torch():
