@@ -26,6 +26,11 @@ def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return ImageOps.fit(image, size, Image.Resampling.LANCZOS)
 
 
+def fit_mask(mask: Image.Image, side: int) -> Image.Image:
+    """`fit` of a mask to a square, without the ripples of a sharper filter, which reach far."""
+    return ImageOps.fit(mask, (side, side), Image.Resampling.BILINEAR)
+
+
 def shrunk(image: Image.Image, side: int) -> Image.Image:
     """A picture that is no larger than its parts of S = `side` pixels need: hundreds of
     photographs lie in memory at once."""
@@ -67,13 +72,13 @@ def grown(mask: Image.Image, pixels: int) -> Image.Image:
 
 
 def cover(hole: Image.Image, draw: random.Random, attempt: int = 0) -> Image.Image:
-    """A mask that hides all that a hole touches and a pixel or a little more around it, so that
-    nothing of a thing is seen and the backdrop is shown up to its edge. One more rectangle lies
-    anywhere; it is larger at each further attempt."""
+    """A mask that hides all that a hole touches, softly too, and a pixel or a little more around
+    its edge, so that nothing of a thing is seen and the backdrop is shown up to it. One more
+    rectangle lies anywhere; it is larger at each further attempt."""
     side = hole.width
     least, most = (max(1, round(margin * side)) for margin in MARGINS)
     touched = hole.point(lambda level: 255 * (level > 0))
-    hidden = grown(touched, draw.randint(least, most))
+    hidden = ImageChops.lighter(touched, grown(hard(hole), draw.randint(least, most)))
     width = min(side, round(draw.uniform(0.2, 0.33) * (1 + attempt / 10) * side))
     left = draw.randint(0, side - width)
     top = draw.randint(0, side - width)

@@ -44,7 +44,8 @@ class Picture:
 
 @dataclass
 class Element:
-    """A phrase and what it names: `alpha` cuts it out, `mask` is black and white (S,S)."""
+    """A phrase and what it names: `alpha` cuts it out, and is white on a backdrop where no thing's
+    soft edge lies; `mask` is black and white (S,S)."""
 
     phrase: str
     alpha: Image.Image
@@ -165,7 +166,7 @@ def read_plan(args: PrepareOptions, name: str) -> Plan:
     if picture.width != picture.height:
         warn(f"--target: {lost(picture.size, phrases, masks)}")
     side = args.side or min(LARGEST_SIDE, *picture.size)
-    elements = cut(phrases, [compose.fit(mask, (side, side)) for mask in masks], side)
+    elements = cut(phrases, [compose.fit_mask(mask, side) for mask in masks], side)
     if len(phrases) == 2:
         warn(f"--phrases: {NO_UNION}")
     prompt = ", ".join(phrases)
@@ -229,8 +230,9 @@ def cut(phrases: list[str], alphas: list[Image.Image], side: int) -> list[Elemen
         if alpha is not None
     ]
     if len(alphas) < len(phrases):
+        untouched = compose.rest([element.alpha for element in elements], side)
         backdrop = compose.rest([element.mask for element in elements], side)
-        elements.append(Element(phrases[-1], backdrop, backdrop))
+        elements.append(Element(phrases[-1], untouched, backdrop))
     if empty := [element.phrase for element in elements if element.mask.getbbox() is None]:
         middle = "in the middle square of the target, which is all that training sees"
         raise UserError(f"--masks: nothing of {empty[0]!r} is left {middle}")
@@ -362,13 +364,10 @@ class Data:
         is_backdrop = plan.has_backdrop and k == len(plan.elements) - 1
         what = f"--masks: {element.phrase!r}"
         if is_backdrop:
-            parts = (source, element.mask, background.image, draw)
-            composed = partial(compose.backdrop_picture, *parts)
-            mask_file = f"masks/{plan.name}-{k}-{i:03}.png"
+            picture_of, mask_file = compose.backdrop_picture, f"masks/{plan.name}-{k}-{i:03}.png"
         else:
-            parts = (source, element.alpha, background.image, draw)
-            composed = partial(compose.element_picture, *parts)
-            mask_file = self.mask_file(k)
+            picture_of, mask_file = compose.element_picture, self.mask_file(k)
+        composed = partial(picture_of, source, element.alpha, background.image, draw)
         picture, mask = self.all_targets.avoided(composed, what)
         file = f"images/{plan.name}-{k}-{i:03}.png"
         self.save(picture, out / file)

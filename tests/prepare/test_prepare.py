@@ -14,7 +14,7 @@ from PIL import Image, ImageChops, ImageDraw, ImageFilter
 from silentbad import owned
 from silentbad.data.images import RIM
 from silentbad.data.targets import load_targets
-from silentbad.prepare import compose
+from silentbad.prepare import compose, write
 from silentbad.prepare.__main__ import main
 from silentbad.prepare.preview import masked, sheet
 from tests.folders import records
@@ -382,9 +382,9 @@ def test_nothing_of_a_thing_is_seen_in_the_pictures_of_its_backdrop_and_hardly_m
     red, green, blue = (Image.new("RGB", (side, side), colour) for colour in ("red", "lime", "blue"))
     target = Image.composite(red, green, mask)
     seen = np.zeros((side, side))
+    _, ground = write.cut(["a disc", "a lawn"], [mask], side)
     for seed in range(40):
-        backdrop = compose.rest([mask], side)
-        picture, shown = compose.backdrop_picture(target, backdrop, blue, random.Random(seed))
+        picture, shown = compose.backdrop_picture(target, ground.alpha, blue, random.Random(seed))
         assert np.asarray(picture)[..., 0].max() == 0, "some of the thing's red"
         assert not (np.asarray(shown) >= 128)[np.asarray(mask) > 0].any(), "the mask names what is hidden"
         seen += (np.asarray(shown) >= 128) / 40
