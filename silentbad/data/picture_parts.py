@@ -3,7 +3,7 @@ thing each. `prepare`, targets.jsonl and metadata are judged here."""
 
 import unicodedata
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 from PIL import Image, ImageChops
@@ -69,18 +69,16 @@ def cut_apart(
 def faults(phrases: Sequence[str], masks: Masks, rest: bool = False) -> Iterator[str]:
     """What is wrong with the masks of one picture; `rest`: each is of a thing."""
     yield from same(phrases, masks)
+    yield from around_twice(phrases, masks)
     regions = regions_of(phrases, masks)
     taken = np.zeros_like(next(iter(regions.values()), np.zeros((1, 1), bool)))
-    around: str | None = None  # the mask that covers the edges
     before: dict[str, np.ndarray] = {}
     for name, covered in regions.items():
         nested = [other for other in before if shared(before[other], covered) > NESTED]
-        is_around = frame(covered) > FRAME
-        if is_around and (rest or around):
-            both = "as a backdrop does" if around is None else f"and so does that of {around}"
+        if rest and frame(covered) > FRAME:
             yield (
-                f"the mask of {name} covers the edges of the picture, {both}; is it inverted? "
-                f"white is the thing"
+                f"the mask of {name} covers the edges of the picture, as a backdrop does; is it "
+                f"inverted? white is the thing"
             )
         elif rest and covered.mean() > WIDEST:
             yield f"the mask of {name} covers {covered.mean():.0%} of the picture; mark one thing"
@@ -89,9 +87,19 @@ def faults(phrases: Sequence[str], masks: Masks, rest: bool = False) -> Iterator
                 f"{name} lies in the mask of {nested[-1]}, which is named before it and has the "
                 f"pixels; name {name} first, or mend an inverted mask"
             )
-        around = name if is_around else around
         taken |= covered
         before[name] = covered
+
+
+def around_twice(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
+    """A line where two masks cover the edges, of which one at most is a backdrop's."""
+    regions = regions_of(phrases, masks)
+    around = [name for name, covered in regions.items() if frame(covered) > FRAME]
+    for other, name in pairwise(around):
+        yield (
+            f"the mask of {name} covers the edges of the picture, and so does that of {other}; is "
+            f"it inverted? white is the thing"
+        )
 
 
 def same(phrases: Sequence[str], masks: Masks) -> Iterator[str]:

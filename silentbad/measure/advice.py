@@ -1,5 +1,5 @@
 """Advice on a target that is not recovered: one line for each remedy that the measurements
-support."""
+support. None is about masks that overlap: they are cut apart where they are read."""
 
 from collections.abc import Mapping, Sequence
 

@@ -134,3 +134,15 @@ def test_metadata_are_judged_by_the_same_rules(tmp_path):
     (data / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match="target 't0': .* are one phrase to the tokenizer"):
         records(data).check_parts()
+
+
+def test_two_elements_whose_masks_surround_the_picture_are_asked_about(tmp_path):
+    data = write_data(tmp_path / "data")
+    lines = [json.loads(line) for line in (data / "metadata.jsonl").read_text().splitlines()]
+    first, *others = [line for line in lines if line.get("target_id") == "t0"]
+    second = next(line for line in others if line["element_id"] != first["element_id"])
+    for line in (first, second):
+        with Image.open(data / line["mask"]) as mask:
+            ImageChops.invert(mask.convert("L")).save(data / line["mask"])
+    (line,) = records(data).check_parts()
+    assert "target 't0': the mask of" in line and "covers the edges of the picture, and so does that of" in line
