@@ -502,6 +502,8 @@ def audit(
         if accelerator.is_main_process:
             print(f"{Path(output_dir) / NAME}\n{run_report.write(output_dir)}")
         accelerator.print(hook.table())
+        if base is None:
+            accelerator.print("Kept: not measured; --baseline names the model before training")
         return hook.verdict()
 
 

@@ -404,9 +404,11 @@ def test_audit_exit_codes(audit_folder, tmp_path, capsys):
     assert (tmp_path / "a" / "report.html").is_file()
     printed = capsys.readouterr().out
     assert "since the start" not in printed and "nearest null" in printed and "()" not in printed
+    assert "% changed on unrelated prompts" in printed and "--baseline names" not in printed
     assert run_audit(audit_folder, tmp_path / "b", "other.jsonl", "--threshold", "0.9") == 0
     capsys.readouterr()
     assert run_audit(audit_folder, tmp_path / "without a baseline", "copied.jsonl") == 4
+    assert "Kept: not measured; --baseline names the model before training" in capsys.readouterr().out
     assert run_audit(audit_folder, tmp_path / "c", "none.jsonl", "--threshold", "0.5") == 2
     capsys.readouterr()
     assert run_audit(audit_folder, tmp_path / "c", "copied.jsonl", "--imges_per_target", "3") == 2

@@ -90,6 +90,7 @@ def written(run: Path, subject: Subject, rows: list[Row], file: Path) -> None:
         "embedder": subject.record.embedder,
         "clean_records": len(rows[0].errors),
         "defence": defence(rows),
+        "kept": kept_sentence(subject.record),
     }
     with writing(str(file.parent), file.with_suffix(".json").name):
         replace_text(file.with_suffix(".json"), json.dumps(about | {"rows": plain}, indent=1))

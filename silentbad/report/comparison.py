@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from silentbad.measure.intervals import bootstrap_interval
+from silentbad.measure.limit import kept_share
 from silentbad.measure.record import Scores
 from silentbad.report import evidence, pages
 from silentbad.report.charts import finite, number
 from silentbad.report.pages import Cell, Table, interval_text, short, supported
 from silentbad.report.run_files import WEIGHTS, RecordedRun
+
+KEPT = {"words kept": "words", "pixels kept": "pixels"}  # {column: its measure}, over the base
 
 
 def paired(
@@ -71,7 +74,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[tuple]]:
     data = {
         "count": len(runs),
         "unlike": _unlike(runs),
-        "scores": Table([*head, "clean eps-MSE"], scores, right=True),
+        "scores": Table([*head, "clean eps-MSE", *KEPT], scores, right=True),
         "gaps": Table(gap_head, shown, right=True),
         "figures": [
             *pages.lines(rates, "Recovery rate (CIR)", y_range=(0, 1)),
@@ -109,6 +112,7 @@ def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
         short(last.mean),
         short(last.max),
         clean_error(last),
+        *(short(last.kept and kept_share(last.kept, by)) for by in KEPT.values()),
     ]
 
 

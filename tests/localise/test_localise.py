@@ -66,7 +66,10 @@ def test_the_ends_are_the_runs_own_and_the_parts_add_up(finished, capsys):
     assert 0 <= low < high <= 1
     page = (run / "localise.html").read_text()
     assert written["defence"] in page.replace("&#39;", "'") and page.count("<svg") >= 4
-    assert written["defence"] in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert written["defence"] in printed
+    assert written["kept"].startswith("Kept: ") and written["kept"] in printed
+    assert written["kept"] in page.replace("&#39;", "'")
     assert "Where the memory sits" not in (run / "report.html").read_text()
     report = render(run)  # the run's own report shows the same maps
     assert "Where the memory sits" in report and written["defence"] in report.replace("&#39;", "'")

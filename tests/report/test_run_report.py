@@ -265,6 +265,7 @@ def test_comparison_has_paired_intervals(run, slow, tmp_path, capsys):
     lasts = next(row for row in gaps if row[1] == "sustained_step")
     assert lasts[2] > 0 and lasts[5] == 3  # never counts with the last step
     assert ">strict rate<" in text and "3 of 3" in text and "0 of 3" in text
+    assert re.search(r"words kept.*pixels kept", text)
     assert "demo, raw weights" in text and "slow, raw weights" in text and HOSTILE not in text
     assert run_report.main(["compare", str(run), str(slow), "--out", str(tmp_path / "both.html")]) == 0
     assert (tmp_path / "both.html").is_file()
