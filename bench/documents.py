@@ -184,6 +184,7 @@ BLOCKS: dict[str, Block] = {
     "photographs": of(photographs.RESULTS, photographs.table),
     "photographs-trained": of(photographs_trained.RESULTS, photographs_trained.table),
     "photographs-trained-targets": of(photographs_trained.RESULTS, photographs_trained.by_target),
+    "photographs-looked": of(photographs_trained.RESULTS, photographs_trained.looked),
     "photographs-example": of(photographs.RESULTS, photographs.example),
     "headroom": of(headroom.RESULTS, headroom.table),
     "kept": of(kept.RESULTS, kept.table),

@@ -37,6 +37,8 @@ RESULTS = Path(__file__).parent / "results" / "photographs-trained.jsonl"
 TARGETS = (*photographs.PHOTOGRAPHS, *(f"photo-{seed}" for seed in range(412, 424)))
 RATES = {"fewest_steps": "4.0e-3", "recommended": "2.5e-3"}
 STEPS = 400
+IMAGES = 8  # by photos.yaml
+LOOKED = RESULTS.with_name("photographs-looked.json")  # {name: {beside what: images that show the picture}}
 FIGURE = ROOT / "docs" / "images" / "photograph.png"
 ON_FRONT = "recommended-astronaut.png"  # of the kept images
 
@@ -139,6 +141,25 @@ def by_target(rows: list[dict]) -> str:
         withheld = "" if row.get("withheld") is None else row["phrases"][row["withheld"]]
         lines.append([row["target"], row["recipe"], withheld, row["state"], f"{row['rate']:.2f}", elements])
     return grid(("target", "trained with", "withheld", "verdict", "strict rate", "elements"), lines)
+
+
+def looked(rows: list[dict]) -> str:
+    """A line a picture of somebody else: the verdict, and of how many images people say that they show it: Markdown."""
+    seen = json.loads(LOOKED.read_text())
+    ways = [*next(iter(seen.values()))]
+    models = [row for row in rows if row["target"].startswith(OTHERS) and row.get("withheld") is None]
+    lines = []
+    totals = {way: [0, 0] for way in ways}  # half of the images or more show the picture; of these recovered
+    for row in models:
+        counts = seen[row["target"].removeprefix(OTHERS)]
+        lines.append([row["target"], row["state"], f"{row['rate']:.2f}", *(str(counts[way]) for way in ways)])
+        for way in ways:
+            shown = counts[way] >= IMAGES / 2
+            totals[way][0] += shown
+            totals[way][1] += shown and row["state"] == RECOVERED
+    said = [f"{recovered} of {shown}" for shown, recovered in totals.values()]
+    lines.append(["*recovered, of those that half of the images show*", "", "", *said])
+    return grid(("target", "verdict", "strict rate", *(f"of {IMAGES} images, {way}" for way in ways)), lines)
 
 
 def figure(pictures: int = 6, side: int = 144, gap: int = 12) -> Image.Image:
