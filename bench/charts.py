@@ -11,7 +11,7 @@ STYLE = (
     "svg{background:#fff;font-family:system-ui,sans-serif}text{font-size:13px;fill:#444}.grid{stroke:#ddd}"
     ".axis{stroke:#666}"
 )
-LONG = 24  # letters of a name that leaves no room for another beside it
+LONG = 20  # letters of a name that leaves no room for another beside it
 
 
 def standalone(charts: list[Figure], legend: list[str]) -> str:

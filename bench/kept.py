@@ -251,9 +251,9 @@ ARMS_SAID = (
 )
 
 FEW = 4  # targets, below which an arm's figures are left to research/results.md
-REPLACED = ("own_pictures", "own_pictures_long")  # stages on the way to `recommended`: left there too
+REPLACED = ("own_pictures", "own_pictures_long", "recommended_backdrop")  # on the way to `recommended`: left there too
 FRONT = ("recommended", "recommended_800", "recommended_2026")  # of README's table
-UNCHARTED = ("recommended_placebo",)  # at nought, as `clean_alone`
+UNCHARTED = ("recommended_placebo", "clean_alone", "replay")  # at nought
 BRIEFLY = {  # columns of the documents for users, and their words there
     "arm": "arm",
     "steps": "steps",
