@@ -363,11 +363,13 @@ class Data:
         background = self.backgrounds[(i + k) % len(self.backgrounds)]
         is_backdrop = plan.has_backdrop and k == len(plan.elements) - 1
         what = f"--masks: {element.phrase!r}"
+        parts = (source, element.alpha, background.image, draw)
         if is_backdrop:
-            picture_of, mask_file = compose.backdrop_picture, f"masks/{plan.name}-{k}-{i:03}.png"
+            mask_file = f"masks/{plan.name}-{k}-{i:03}.png"
+            composed = partial(compose.backdrop_picture, *parts)
         else:
-            picture_of, mask_file = compose.element_picture, self.mask_file(k)
-        composed = partial(picture_of, source, element.alpha, background.image, draw)
+            mask_file = self.mask_file(k)
+            composed = partial(compose.element_picture, *parts)
         picture, mask = self.all_targets.avoided(composed, what)
         file = f"images/{plan.name}-{k}-{i:03}.png"
         self.save(picture, out / file)
