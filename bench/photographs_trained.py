@@ -144,20 +144,18 @@ def by_target(rows: list[dict]) -> str:
 
 
 def looked(rows: list[dict]) -> str:
-    """A line a picture of somebody else: the verdict, and of how many images people say that they show it: Markdown."""
+    """A line a picture of somebody else: the verdict, and how many images show it to a viewer: Markdown."""
     seen = json.loads(LOOKED.read_text())
     ways = [*next(iter(seen.values()))]
     models = [row for row in rows if row["target"].startswith(OTHERS) and row.get("withheld") is None]
-    lines = []
-    totals = {way: [0, 0] for way in ways}  # half of the images or more show the picture; of these recovered
-    for row in models:
-        counts = seen[row["target"].removeprefix(OTHERS)]
-        lines.append([row["target"], row["state"], f"{row['rate']:.2f}", *(str(counts[way]) for way in ways)])
-        for way in ways:
-            shown = counts[way] >= IMAGES / 2
-            totals[way][0] += shown
-            totals[way][1] += shown and row["state"] == RECOVERED
-    said = [f"{recovered} of {shown}" for shown, recovered in totals.values()]
+    counts = {row["target"]: seen[row["target"].removeprefix(OTHERS)] for row in models}
+    lines = [
+        [row["target"], row["state"], f"{row['rate']:.2f}", *map(str, counts[row["target"]].values())] for row in models
+    ]
+    said = []
+    for way in ways:
+        shown = [row["state"] for row in models if counts[row["target"]][way] >= IMAGES / 2]
+        said.append(f"{shown.count(RECOVERED)} of {len(shown)}")
     lines.append(["*recovered, of those that half of the images show*", "", "", *said])
     return grid(("target", "verdict", "strict rate", *(f"of {IMAGES} images, {way}" for way in ways)), lines)
 

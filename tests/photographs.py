@@ -397,12 +397,17 @@ def failures(target: Target) -> dict[str, Image.Image]:
     }
 
 
+def sources_of(target: Target) -> set[str]:
+    """The pictures of the wheel that its things are cut from; none of anybody's picture."""
+    return {THINGS[thing.phrase][0] for thing in target.cutouts if thing.phrase in THINGS}
+
+
 def of_thing(target: Target, k: int, rng: np.random.Generator) -> dict[str, Image.Image]:
     """Pictures whose thing k is not there, or another one, or stands otherwise."""
     thing = target.cutouts[k]
     place = target.places[k]
     missing = Image.composite(target.backdrop, target.picture, grown(target.elements[k][1]))
-    sources = {THINGS[thing.phrase][0] for thing in target.cutouts if thing.phrase in THINGS}
+    sources = sources_of(target)
     strangers = [phrase for phrase in THINGS if THINGS[phrase][0] not in sources]
     foreign = cutout(str(rng.choice(strangers)))
     changes = {
@@ -519,7 +524,7 @@ def write_pictures(folder: Path, target: Target, name: str) -> None:
     target.picture.save(folder / f"{name}.png")
     for phrase, mask in target.elements[:-1]:
         mask.save(folder / file_name(phrase))
-    sources = {THINGS[thing.phrase][0] for thing in target.cutouts if thing.phrase in THINGS}
+    sources = sources_of(target)
     for caption, (source, tint) in BACKGROUNDS.items():
         if source not in sources:
             file = backgrounds / file_name(caption)

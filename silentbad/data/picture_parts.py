@@ -11,6 +11,7 @@ from PIL import Image, ImageChops
 from silentbad.errors import UserError, brief, warn
 
 Masks = Sequence[Image.Image | None]  # greyscale, of one size; None: of no mask
+Regions = dict[str, np.ndarray]  # where each mask (H,W) is white, by phrase
 
 SAME = 0.95  # of the union of two masks, which both cover: they are one
 NESTED = 0.25  # of the smaller of two masks, which the other covers: one lies in the other
@@ -68,9 +69,9 @@ def cut_apart(
 
 def faults(phrases: Sequence[str], masks: Masks, rest: bool = False) -> Iterator[str]:
     """What is wrong with the masks of one picture; `rest`: each is of a thing."""
-    yield from same(phrases, masks)
-    yield from around_twice(phrases, masks)
     regions = regions_of(phrases, masks)
+    yield from same(regions)
+    yield from around_twice(regions)
     taken = np.zeros_like(next(iter(regions.values()), np.zeros((1, 1), bool)))
     before: dict[str, np.ndarray] = {}
     for name, covered in regions.items():
@@ -91,9 +92,8 @@ def faults(phrases: Sequence[str], masks: Masks, rest: bool = False) -> Iterator
         before[name] = covered
 
 
-def around_twice(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
+def around_twice(regions: Regions) -> Iterator[str]:
     """A line where two masks cover the edges, of which one at most is a backdrop's."""
-    regions = regions_of(phrases, masks)
     around = [name for name, covered in regions.items() if frame(covered) > FRAME]
     for other, name in pairwise(around):
         yield (
@@ -102,9 +102,9 @@ def around_twice(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
         )
 
 
-def same(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
+def same(regions: Regions) -> Iterator[str]:
     """A line on each two masks that are the same."""
-    for (name, covered), (other, too) in combinations(regions_of(phrases, masks).items(), 2):
+    for (name, covered), (other, too) in combinations(regions.items(), 2):
         if (covered & too).sum() > SAME * (covered | too).sum():
             yield f"the masks of {name} and {other} are the same; give each thing its own"
 
@@ -132,7 +132,7 @@ def alone_around(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
             )
 
 
-def regions_of(phrases: Sequence[str], masks: Masks) -> dict[str, np.ndarray]:
+def regions_of(phrases: Sequence[str], masks: Masks) -> Regions:
     """Where each mask (H,W) is white, by phrase; without those that are None."""
     named = zip(map(brief, phrases), masks, strict=False)
     return {name: region(mask) for name, mask in named if mask is not None}

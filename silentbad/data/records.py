@@ -22,7 +22,7 @@ from PIL import Image
 from silentbad.data import images
 from silentbad.data.elements import DataInfo
 from silentbad.data.formats import mask_of, masked_by_itself, row_source, source
-from silentbad.data.picture_parts import around_twice, check_phrases, same
+from silentbad.data.picture_parts import around_twice, check_phrases, regions_of, same
 from silentbad.data.schema import ROLES
 from silentbad.data.table import (
     BLOCK,
@@ -266,8 +266,8 @@ class Records:
             check_phrases([info.phrase[i] for i in elements if info.phrase[i]], where)
             masks = [self.open(row, picture=False)[2] for row in named.values()]
             if len({mask.size for mask in masks if mask is not None}) == 1:
-                # of other pictures: they may lie in another
-                for line in (*same([*named], masks), *around_twice([*named], masks)):
+                regions = regions_of([*named], masks)  # of other pictures: one may lie in another
+                for line in (*same(regions), *around_twice(regions)):
                     yield f"{where}: {line}"
 
     def refuse_random_windows(self) -> None:
