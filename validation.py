@@ -56,7 +56,6 @@ from silentbad.measure.record import (
     SummaryRow,
     TargetEntry,
     TargetRange,
-    TargetScores,
     Threshold,
     Verdict,
     decode,
@@ -304,29 +303,33 @@ class RecoveryHook(Hook):
             self.threshold,
             self.element_threshold,
         )
-        self._save_samples(step, tag, rows, scores.targets)
+        self._save_samples(step, tag, rows, scores)
         return scores
 
     # what is saved and returned
     def _save_samples(
-        self, step: int, tag: str, rows: list[dict[str, Any]], scores: dict[str, TargetScores]
+        self, step: int, tag: str, rows: dict[str, list[dict[str, Any]]], scores: Scores
     ) -> None:
-        """Every image of each kept target, the best and the median one, and a grid, best first."""
+        """Every image of each kept target, the best and the median one, and a grid, best first; of
+        phrases in another order, where these were measured, every image."""
         folder = Path("samples") / f"step-{step:06d}-{tag}"
+        cells = {**(scores.cells or {}), "composed": scores}
         lines = []
         writes = self.accelerator.is_main_process
         for j, target in enumerate(self.targets[: self.config.sample_targets]):
-            images = sorted((r for r in rows if r["target"] == j), key=lambda r: -r["sim"])
+            name, target_scores = self.names[j], scores.targets[target.target_id]
+            of_target = [row for row in rows["composed"] if row["target"] == j]
+            images = sorted(of_target, key=lambda row: -row["sim"])
             best = next((row for row in images if row["recovered"]), images[0])
             median = images[len(images) // 2]
-            target_scores = scores[target.target_id]
-            target_scores.best = Picture(f"{folder}/{self.names[j]}-best.png", best["sim"])
-            target_scores.median = Picture(f"{folder}/{self.names[j]}-median.png", median["sim"])
-            target_scores.pictures = [
-                image_file(folder, self.names[j], i) for i in range(len(images))
-            ]
+            target_scores.best = Picture(f"{folder}/{name}-best.png", best["sim"])
+            target_scores.median = Picture(f"{folder}/{name}-median.png", median["sim"])
             kept = [(target_scores.best.file, best), (target_scores.median.file, median)]
-            kept += zip(target_scores.pictures, (r for r in rows if r["target"] == j), strict=True)
+            for cell, of_cell in rows.items():
+                drawn = [row for row in of_cell if row["target"] == j]
+                files = [image_file(folder, name, i, cell) for i in range(len(drawn))]
+                cells[cell].targets[target.target_id].pictures = files
+                kept += zip(files, drawn, strict=True)
             for file, row in kept if writes else ():
                 save(Image.fromarray(row["pixels"]), self.output_dir / file)
             lines.append(grid_line(target.image, [row["pixels"] for row in images]))
@@ -339,10 +342,11 @@ class RecoveryHook(Hook):
         """Drop the image files of all but the last measurement from the history -> their names."""
         files = list[str]()
         for entry in self.history[:-1]:
-            for scores in (entry.raw, entry.ema):
-                for target in scores.targets.values() if scores else ():
-                    files += target.pictures or []
-                    target.pictures = None
+            measured = [scores for scores in (entry.raw, entry.ema) if scores]
+            cells = [cell for scores in measured for cell in (scores.cells or {}).values()]
+            for target in (t for cell in (*measured, *cells) for t in cell.targets.values()):
+                files += target.pictures or []
+                target.pictures = None
         return files
 
     def summary(self) -> list[SummaryRow]:

@@ -42,9 +42,10 @@ def element_file(name: str, k: int) -> str:
     return f"samples/targets/{name}+{k}.png"
 
 
-def image_file(folder: Path, name: str, i: int) -> str:
-    """Where image i of a target is kept, in the folder of a measurement."""
-    return f"{folder}/{name}+{i}.png"
+def image_file(folder: Path, name: str, i: int, cell: str = "composed") -> str:
+    """Where image i of a target is kept, in the folder of a measurement; `cell` its prompt."""
+    prompt = "" if cell == "composed" else f"{cell}-"
+    return f"{folder}/{name}+{prompt}{i}.png"
 
 
 def save(image: Image.Image, file: Path) -> None:

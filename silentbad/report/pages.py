@@ -70,13 +70,13 @@ class Shot:
 
 @dataclass
 class Sheet:
-    """A target and its elements, every image of its composed prompt, and how many of them count."""
+    """A target and its elements; for the composed prompt, and for its phrases in another order, how
+    many images count, and every image."""
 
     name: str
     prompt: str
     target: Sequence[Shot]
-    images: Sequence[Shot]
-    counted: str
+    rows: Sequence[tuple[str, Sequence[Shot]]]
 
 
 @dataclass

@@ -108,36 +108,32 @@ def _step(value: float | None) -> Cell:
 def sheets(run: RecordedRun, record: Record, kind: str) -> list[Sheet]:
     """Each target beside its elements and every image of the last measurement, best first."""
     last = run.last(kind)
-    rows = list[Sheet]()
+    cells = {"composed": last, "shuffled": (last.cells or {}).get("shuffled")}
+    sheets = list[Sheet]()
     for j, target in enumerate(record.targets):
-        target_scores = last.targets.get(target.target_id)
-        if target_scores is None:
-            continue
-        images = _images(run, record, j, target_scores)
-        if images:
+        rows = []
+        for cell, scores in cells.items():
+            of_target = scores.targets.get(target.target_id) if scores else None
+            if of_target and (images := _images(run, record, j, of_target, CELLS[cell])):
+                hits = sum(images_recovered(of_target, j, *_thresholds(record)))
+                counted = f"{hits} of {len(of_target.sims)} images recovered"
+                rows.append((f"{CELLS[cell]}: {counted}", images))
+        if rows:
             files = [("target", target.image), *zip(target.phrases, target.elements, strict=False)]
             shots = [
                 Shot(src, f"{target.target_id}: {name}", name)
                 for name, file in files
                 if (src := run.picture(file, LARGE))
             ]
-            hits = sum(images_recovered(target_scores, j, *_thresholds(record)))
-            counted = f"{hits} of {len(target_scores.sims)} images recovered"
-            rows.append(
-                Sheet(
-                    name=target.target_id,
-                    prompt=target.prompt,
-                    target=shots,
-                    images=images,
-                    counted=counted,
-                )
-            )
-    return rows
+            sheets.append(Sheet(target.target_id, target.prompt, target=shots, rows=rows))
+    return sheets
 
 
-def _images(run: RecordedRun, record: Record, j: int, scores: TargetScores) -> list[Shot]:
-    """Every image of target j, best first, each with its similarity and the elements that it
-    lacks. Where the record names no files, the best and the median image."""
+def _images(
+    run: RecordedRun, record: Record, j: int, scores: TargetScores, prompt: str
+) -> list[Shot]:
+    """Every image of target j under a kind of `prompt`, best first, each with its similarity and
+    the elements that it lacks. Where the record names no files, the best and the median image."""
     files = scores.pictures
     if files is None or len(files) != len(scores.sims):
         kept = [picture for picture in (scores.best, scores.median) if picture is not None]
@@ -151,7 +147,7 @@ def _images(run: RecordedRun, record: Record, j: int, scores: TargetScores) -> l
     for file, i in zip(files, places, strict=True):
         if src := run.picture(file, LARGE):
             lacks = _lacking(record, j, scores, i)
-            alt = f"image {i + 1} of {record.targets[j].target_id}"
+            alt = f"image {i + 1} of {record.targets[j].target_id}, {prompt}"
             shots.append(
                 Shot(src=src, alt=alt, caption=rounded(scores.sims[i]), score=lacks, hit=hits[i])
             )

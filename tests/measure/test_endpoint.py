@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from silentbad.data.images import to_tensor
 from silentbad.data.records import load_records
@@ -468,6 +469,20 @@ def test_every_image_of_the_last_measurement_is_kept(tmp_path):
         assert sum(last, []) == wanted
         assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.glob("samples/step-*/*+*.png")) == wanted
     assert [target.pictures for target in stored[0].raw.targets.values()] == [None, None]
+
+
+def test_images_of_the_phrases_in_another_order_are_kept_too(tmp_path):
+    """The verdict counts them."""
+    hook = make_hook(tmp_path, threshold=0.5, controls="always")
+    for step in (10, 20):
+        hook.run(step, step / 10, tiny_pipeline().unet)
+    before, last = (entry.raw.cells for entry in Record.load(tmp_path / "validation.json").history)
+    wanted = [f"samples/step-000020-raw/{name}+shuffled-{i}.png" for name in ("t0", "t1") for i in range(3)]
+    assert [file for target in last["shuffled"].targets.values() for file in target.pictures] == wanted
+    assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.glob("samples/step-*/*+shuffled*.png")) == wanted
+    images = [np.asarray(Image.open(tmp_path / file)) for file in (wanted[0], wanted[0].replace("shuffled-", ""))]
+    assert not np.array_equal(*images)  # of another prompt
+    assert {target.pictures for cell in before.values() for target in cell.targets.values()} == {None}
 
 
 def test_the_best_picture_is_a_recovered_one_where_there_is_one(tmp_path):

@@ -89,13 +89,19 @@ def test_every_image_of_the_last_measurement_stands_beside_its_target(run):
     shown = sections.sheets(RecordedRun(run), record, "raw")
     assert [sheet.name for sheet in shown] == [target.target_id for target in record.targets]
     for j, (sheet, target) in enumerate(zip(shown, record.targets, strict=True)):
-        scores = record.history[-1].raw.targets[target.target_id]
         assert [shot.caption for shot in sheet.target] == ["target", target.phrases[0], target.phrases[2]]
-        assert [shot.caption for shot in sheet.images] == [f"{sim:.2f}" for sim in sorted(scores.sims, reverse=True)]
-        assert sum(shot.hit for shot in sheet.images) == round(scores.rate * 6), j
-        assert sorted(shot.alt for shot in sheet.images) == [f"image {i} of {target.target_id}" for i in range(1, 7)]
+        last = record.history[-1].raw
+        cells = [("composed prompt", last), ("phrases in another order", last.cells["shuffled"])]
+        for (counted, images), (prompt, cell) in zip(sheet.rows, cells, strict=True):
+            scores = cell.targets[target.target_id]
+            assert [shot.caption for shot in images] == [f"{sim:.2f}" for sim in sorted(scores.sims, reverse=True)]
+            hits = round(scores.rate * 6)
+            assert sum(shot.hit for shot in images) == hits and counted == f"{prompt}: {hits} of 6 images recovered", j
+            numbered = [f"image {i} of {target.target_id}, {prompt}" for i in range(1, 7)]
+            assert sorted(shot.alt for shot in images) == numbered
     text = run_report.render(run)
-    assert text.count('<details class="zoom') == 3 * 9 and all(shot.src in text for s in shown for shot in s.images)
+    assert text.count('<details class="zoom') == 3 * (3 + 2 * 6)
+    assert all(shot.src in text for sheet in shown for _, images in sheet.rows for shot in images)
 
 
 def with_history(run: Path, record: Record) -> RecordedRun:
@@ -110,17 +116,18 @@ def test_an_image_names_the_elements_that_it_lacks(run):
     scores = record.history[-1].raw.targets["a sandy beach"]
     scores.elements[2].sims[1] = -0.25
     scores.sims[1] = 2.0  # shown first
-    first, second, *_ = sections.sheets(with_history(run, record), record, "raw")[0].images
+    first, second, *_ = sections.sheets(with_history(run, record), record, "raw")[0].rows[0][1]
     assert first.score == "not: on a sandy beach -0.25" and not first.hit
     assert second.score == "" and second.hit
 
 
 def test_a_record_from_before_shows_the_best_and_the_median_image(run):
     record = Record.load(run / "validation.json")
-    for scores in record.history[-1].raw.targets.values():
+    last = record.history[-1].raw
+    for scores in (*last.targets.values(), *last.cells["shuffled"].targets.values()):
         scores.pictures = None
     (sheet, *_) = sections.sheets(with_history(run, record), record, "raw")
-    best, median = sheet.images
+    ((_, (best, median)),) = sheet.rows
     kept = record.history[-1].raw.targets["a sandy beach"]
     assert (best.caption, median.caption) == (f"{kept.best.sim:.2f}", f"{kept.median.sim:.2f}") and best.hit
 
@@ -128,7 +135,7 @@ def test_a_record_from_before_shows_the_best_and_the_median_image(run):
 def test_more_targets_than_a_page_opens_with_are_folded(run, monkeypatch):
     monkeypatch.setattr(sections, "MOST_PAIRS", 2)
     text = run_report.render(run)
-    assert "<summary>1 more targets</summary>" in text and text.count('<details class="zoom') == 3 * 9
+    assert "<summary>1 more targets</summary>" in text and text.count('<details class="zoom') == 3 * (3 + 2 * 6)
 
 
 def test_each_element_has_its_curve(run):
@@ -839,7 +846,8 @@ document.body.appendChild(pre);
 def test_a_picture_is_large_on_a_click_beside_the_target(width, run, tmp_path):
     media = "(max-width:560px)" if width == 390 else "(prefers-color-scheme:dark)"
     seen = probed(run_report.render(run), tmp_path, media, width, CLICKS)
-    assert len(seen["small"]) == 3 + 6 and seen["loaded"]  # the target, two elements with a mask, six images
+    # the target, two elements with a mask, six images of the phrases in either order
+    assert len(seen["small"]) == 3 + 2 * 6 and seen["loaded"]
     assert all(100 <= w <= 130 and w == h for _, _, w, h in seen["small"]) and seen["again"] == seen["small"]
     (left, top, *sizes), (other_left, other_top, *other_sizes) = seen["large"]
     assert sizes == other_sizes and min(sizes) >= (500 if width == 1280 else 300)
