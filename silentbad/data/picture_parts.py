@@ -125,7 +125,7 @@ def alone_around(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
     """A line on the only mask of a picture where it surrounds something, as an inverted one does."""
     regions = regions_of(phrases, masks)
     for name, covered in regions.items() if len(regions) == 1 else ():
-        if frame(covered) > FRAME and covered.mean() < WIDEST:
+        if frame(covered) > FRAME and not covered.all():
             yield (
                 f"the mask of {name} covers the edges of the picture, and no mask what is inside; is "
                 f"it inverted? white is the thing"

@@ -56,9 +56,12 @@ def test_a_backdrop_covers_the_edges_and_a_thing_does_not():
 
 
 def test_an_only_mask_that_surrounds_something_is_asked_about(capsys):
+    speck = ImageChops.invert(Image.new("L", (100, 100), 0))
+    speck.paste(0, (40, 40, 60, 50))  # 98 % are white
     cut_apart(["a", "b"], [ImageChops.invert(LAMP), None], "here")
+    cut_apart(["a", "b"], [speck, None], "here")
     line = "here: the mask of 'a' covers the edges of the picture, and no mask what is inside; is it inverted?"
-    assert capsys.readouterr().err == f"warning: {line} white is the thing\n"
+    assert capsys.readouterr().err == f"warning: {line} white is the thing\n" * 2
     cut_apart(["a", "b"], [LAMP, ImageChops.invert(LAMP)], "here")
     cut_apart(["a", "b"], [FULL, None], "here")
     assert not capsys.readouterr().err
