@@ -317,7 +317,8 @@ class RecoveryHook(Hook):
         lines = []
         writes = self.accelerator.is_main_process
         for j, target in enumerate(self.targets[: self.config.sample_targets]):
-            name, target_scores = self.names[j], scores.targets[target.target_id]
+            name = self.names[j]
+            target_scores = scores.targets[target.target_id]
             of_target = [row for row in rows["composed"] if row["target"] == j]
             images = sorted(of_target, key=lambda row: -row["sim"])
             best = next((row for row in images if row["recovered"]), images[0])

@@ -107,8 +107,9 @@ def test_timers_divide_the_time_since_the_last_reading():
 
 
 def test_the_best_may_be_chosen_by_the_held_out_loss(flags, data, tmp_path, capsys):
-    scores = {"val/mean": 0.5, "val_ema/mean": 0.6, "val/drift/clean_eps_mse": 0.2}
-    assert best_score(scores, "similarity") == 0.6 and best_score(scores, "clean_eps_mse") == -0.2
+    scores = {"val/mean": 0.5, "val_ema/mean": 0.6, "val/drift/clean_eps_mse": 0.2, "val/cir": 0.25}
+    ways = ("similarity", "clean_eps_mse", "strict_rate")
+    assert [best_score(scores, by) for by in ways] == [0.6, -0.2, 0.25]
     validation = {
         "validation.targets": data / "targets.jsonl",
         "validation.embedder": "ssim",

@@ -56,6 +56,14 @@ def test_training_stops_where_too_little_is_kept_and_a_resume_stays_there(limite
     assert Limit(0.8, "pixels").kept(record.history[-1]) == pytest.approx(1 - change) and change > 0.2
 
 
+def test_the_size_of_the_change_is_measured_at_every_point_where_it_is_the_limit(limited, tmp_path, capsys):
+    limit = {"validation.keep": 0.99, "validation.keep_by": "size", "learning_rate": 0.05}
+    assert main(limited(**limit, best_by="strict_rate")) == 0
+    assert "of the base is kept by size, less than keep 0.99" in capsys.readouterr().out
+    last = Record.load(tmp_path / "run/validation.json").history[-1]
+    assert last.step == 2 and max(stage.norm for stage in last.raw.kept.size.values()) > 0.01
+
+
 @pytest.mark.parametrize("save_best", [True, False])
 def test_best_is_the_best_of_those_that_keep_the_limit(limited, scripted, save_best, tmp_path, capsys):
     assert main(limited(save_best=save_best)) == 0

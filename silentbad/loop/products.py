@@ -149,10 +149,17 @@ class Products:
         return averaged(self.state.model, self.state.ema, self.state.optimizer)
 
 
+BEST = {  # by `best_by`: (the scalar of a measurement, whether it is to grow or to fall)
+    "similarity": ("mean", 1),
+    "strict_rate": ("cir", 1),
+    "clean_eps_mse": ("drift/clean_eps_mse", -1),
+}
+
+
 def best_score(scores: dict[str, float], by: str) -> float:
     """The score that the best pipeline maximises; of the averaged weights where they were measured.
     Raises UserError where it was not measured."""
-    name, sign = ("mean", 1) if by == "similarity" else ("drift/clean_eps_mse", -1)
+    name, sign = BEST[by]
     for prefix in ("val_ema", "val"):
         if f"{prefix}/{name}" in scores:
             return sign * scores[f"{prefix}/{name}"]

@@ -16,11 +16,17 @@ def kept_by(config: ValidationConfig) -> str:
 
 
 def kept_share(kept: Kept, by: str) -> float | None:
-    """The share that is kept: the score of words divided by the base's, or 1 minus the change. None
-    where that was not measured."""
+    """The share that is kept: the score of words divided by the base's; or 1 minus the change of
+    images, the rise of bleeding, or the norm of the stage that moved most. None where that was not
+    measured."""
     if by == "words":
         return kept.words.trained / kept.words.base if kept.words and kept.words.base > 0 else None
-    return 1 - kept.change[by] if by in kept.change else None
+    lost = dict(kept.change)
+    if kept.bleeding is not None and kept.bleeding_base is not None:
+        lost["bleeding"] = max(0.0, kept.bleeding - kept.bleeding_base)
+    if kept.size is not None:
+        lost["size"] = max((stage.norm for stage in kept.size.values()), default=0.0)
+    return 1 - lost[by] if by in lost else None
 
 
 @dataclass(frozen=True)

@@ -366,7 +366,7 @@ class Measure:
         except UserError as error:
             return str(error)
         what_is_kept = kept.summed_up(prompts, changes, shown, shown_base, of_words)
-        if final and self.base is not None:
+        if self.base is not None and (final or by == "size"):
             what_is_kept.size = stage_sizes(self._modules(), self.base)
         if self.config.keep is not None and kept.kept_share(what_is_kept, by) is None:
             right = "keep by something else (keep_by)"

@@ -249,9 +249,10 @@ class TrainConfig(DataSettings):
     save_best: bool = ours(
         False, "keep the best validated pipeline in best/", needs="validation.targets"
     )
-    best_by: Literal["similarity", "clean_eps_mse"] = ours(
+    best_by: Literal["similarity", "strict_rate", "clean_eps_mse"] = ours(
         "similarity",
-        "best: largest mean similarity to the targets, or smallest loss on held-out clean records",
+        "best: largest mean similarity to the targets or strict rate, or smallest loss on held-out "
+        "clean records",
         needs="save_best or validation.keep",
     )
     preview: Location | None = ours(

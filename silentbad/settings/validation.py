@@ -29,6 +29,7 @@ from silentbad.settings.types import (
 )
 
 EMBEDDERS = "silentbad.measure.embedders:EMBEDDERS"
+KeptBy = Literal["words", "pixels", "embedder", "structure", "bleeding", "size"]
 Lengths = Annotated[int, Interval(ge=1, le=1000)]  # numbers of sampling steps
 
 
@@ -124,7 +125,7 @@ class ValidationConfig:
     keep: Share | None = of_unrelated(
         None, "training stops once less than this share is kept; the best that keeps it is in best/"
     )
-    keep_by: Literal["words", "pixels", "embedder", "structure"] | None = option(
+    keep_by: KeptBy | None = option(
         None,
         "what keep looks at; unset: words where a judge or CLIP reads them, else pixels",
         needs="validation.keep",

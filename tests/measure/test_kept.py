@@ -187,6 +187,13 @@ def test_the_share_that_is_kept():
     shares = [kept.kept_share(measured, by) for by in ("words", "pixels", "embedder", "structure")]
     assert shares == [pytest.approx(0.75), 0.75, 0.5, None]
     assert kept.kept_share(Kept(4, {}, words=Words(0.1, 0.0, "x")), "words") is None
+    measured.bleeding, measured.bleeding_base = 0.5, 0.25
+    measured.size = {"mid": StageSize(norm=0.1, singular=0.9), "up0": StageSize(norm=0.2, singular=0.3)}
+    assert [kept.kept_share(measured, by) for by in ("bleeding", "size")] == [0.75, 0.8]
+    measured.bleeding, measured.size = 0.0, {}  # less than the base's; no weight moved
+    assert [kept.kept_share(measured, by) for by in ("bleeding", "size")] == [1.0, 1.0]
+    measured.bleeding = measured.size = None
+    assert [kept.kept_share(measured, by) for by in ("bleeding", "size")] == [None, None]
     ways = [dict(), dict(judge="a.py:b"), dict(clip_path="x"), dict(judge="a.py:b", keep_by="pixels")]
     assert [kept.kept_by(ValidationConfig(**way)) for way in ways] == ["pixels", "words", "words", "pixels"]
 
