@@ -461,6 +461,8 @@ def open_folder(run: Run) -> None:
     run.folder.open(settings, about)
     validated = run.recovery is not None and run.recovery.measured(state.step)
     run.folder.truncate(state.step, validated)
+    if run.prior is not None:
+        run.prior.show(run.folder)
     trackers.start(run.accelerator, run.config, settings, state.step)
 
 

@@ -1,6 +1,7 @@
 """A run folder as training leaves it, made without training: for tests of reports and figures."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
 from silentbad.measure.calibrate import Scored, ScoredTarget, measured_range, thresholds
 from silentbad.measure.record import TargetRange
+from silentbad.measure.sheet import PRIOR, Drawn
 from silentbad.rng import generator
 from tests.recoveries import make_hook, smooth
 from tests.tiny import tiny_pipeline
@@ -103,5 +105,11 @@ def fill(folder: Path) -> None:
     (folder / "phrase_memory.json").write_text(json.dumps(memory))
     counts = {"edges": list(range(0, 1050, 50)), "counts": draw.integers(20, 90, 20).tolist()}
     (folder / "timesteps.json").write_text(json.dumps(counts))
+    prior = folder / PRIOR
+    prior.parent.mkdir(parents=True)
+    drawn = [Drawn(prompt, f"{Path(PRIOR).parent}/{i}.png") for i, prompt in enumerate(("a green house", ""))]
+    for image in drawn:
+        smooth("prior", image.prompt, side=64).save(folder / image.file)
+    prior.write_text(json.dumps([asdict(image) for image in drawn]))
     (folder / "config.yaml").write_text(f"learning_rate: 0.0001\nnote: '{HOSTILE}'\n")
     (folder / "run.json").write_text(json.dumps({"commit": "0123abc", "versions": {"torch": "2"}, "device": HOSTILE}))

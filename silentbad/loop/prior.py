@@ -7,10 +7,11 @@ always the same ones, so neither a kill nor the number of processes changes a pi
 
 import hashlib
 import math
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,18 @@ from silentbad.data.table import build_table, vocabulary
 from silentbad.device import explain_out_of_memory
 from silentbad.errors import UserError, brief, user_errors
 from silentbad.measure.generation import Item, Sampler
+from silentbad.measure.sheet import PRIOR, Drawn
 from silentbad.model import pipeline
 from silentbad.model.store import digest
 from silentbad.progress import Bar
+from silentbad.saving.folder import RunFolder
 from silentbad.settings.train import TrainConfig
 from silentbad.settings.validation import ValidationConfig
 
 BESIDE = "prior.txt"  # in a base's folder: prompts of what it knows
 BUNDLED = Path(__file__).with_name("prior_prompts.txt")
 BLOCK = 8  # pictures that are drawn together
+SHOWN = 12  # pictures that the report shows
 KEY = "prior_preservation"
 
 
@@ -45,9 +49,21 @@ class Prior:
     """The base's own pictures."""
 
     records: Records
+    first: list[tuple[str, Path]]  # (prompt, file) of SHOWN pictures
     drawn: int  # pictures drawn in this start
     missing: int  # pictures that a dry run did not draw
     seconds: float  # for a picture, where some were drawn
+
+    def show(self, folder: RunFolder) -> None:
+        """Copy the first pictures into a run's folder, with their prompts, for its report."""
+        if not folder.is_main:
+            return
+        drawn = [Drawn(prompt, f"{Path(PRIOR).parent}/{file.name}") for prompt, file in self.first]
+        with folder.writing(PRIOR):
+            (folder.path / PRIOR).parent.mkdir(parents=True, exist_ok=True)
+            for (_, file), copy in zip(self.first, drawn, strict=True):
+                shutil.copyfile(file, folder.path / copy.file)
+        folder.write(PRIOR, [asdict(each) for each in drawn])
 
 
 class BaseSampler(Sampler):
@@ -133,6 +149,7 @@ def draw_prior(
     drawn = len(present) - before
     return Prior(
         records=store.records(present),
+        first=[(store.prompt_of(i), store.file(i)) for i in present[:SHOWN]],
         drawn=drawn,
         missing=own.num_images - len(present),
         seconds=seconds / max(drawn, 1),

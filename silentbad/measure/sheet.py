@@ -1,6 +1,7 @@
-"""sample_prompts.json as typed data: the pictures of plain prompts that a run has drawn.
+"""sample_prompts.json and PRIOR as typed data: the pictures of plain prompts that a run has drawn.
 
-What draws them is `prompts.py`; a report reads this file alone, which needs no model."""
+What draws them is `prompts.py`, and the base before training (`loop/prior.py`); a report reads these
+files alone, which needs no model."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from silentbad.settings.types import validated_file
 
 NAME = "sample_prompts.json"  # in the run folder
+PRIOR = "samples/prior/prompts.json"  # of some of the base's own pictures, beside them
 
 
 @dataclass

@@ -17,7 +17,7 @@ from silentbad.files import check_folder, from_json
 from silentbad.measure.record import ALL, NAME, Measurement, Record, Scores, SummaryRow
 from silentbad.measure.scores import curve, kinds
 from silentbad.measure.sheet import NAME as PROMPTS
-from silentbad.measure.sheet import Draw
+from silentbad.measure.sheet import PRIOR, Draw, Drawn
 from silentbad.report import parts
 from silentbad.report.charts import Series, finite
 from silentbad.settings.reader import read_file
@@ -86,6 +86,7 @@ class RecordedRun:
         self.history = self.record.history if self.record else []
         self.metrics = self._metrics()
         self.draws = self._part(PROMPTS, list[Draw]) or []
+        self.prior = self._part(PRIOR, list[Drawn]) or []
         if not (self.record or self.metrics or self.draws):
             raise UserError(
                 f"report: '{folder}' holds neither validation.json nor "

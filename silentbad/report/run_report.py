@@ -28,7 +28,11 @@ def render(folder: str | Path, under_way: str = "") -> str:
     """The report of a run folder as HTML: each key here is placed by templates/report.html.j2.
     `under_way` is the progress of a run that has not ended, as "step 20 of 100"."""
     run = RecordedRun(folder)
-    data: dict[str, Any] = {"under_way": under_way, "prompts": sections.prompts(run)}
+    data: dict[str, Any] = {
+        "under_way": under_way,
+        "prompts": sections.prompts(run),
+        "prior": sections.prior(run),
+    }
     if run.record is not None:
         kind = run.kinds()[0]
         withheld = run.withheld()

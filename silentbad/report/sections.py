@@ -211,6 +211,15 @@ def kept_pictures(run: RecordedRun, record: Record, kind: str) -> list[tuple[str
     return rows
 
 
+def prior(run: RecordedRun) -> list[Shot]:
+    """Some of the pictures that the base drew before training, with their prompts."""
+    return [
+        Shot(src, image.prompt or "no prompt", image.prompt or "no prompt")
+        for image in run.prior
+        if (src := run.picture(image.file))
+    ]
+
+
 def prompts(run: RecordedRun) -> list[tuple[str, list[Shot]]]:
     """(prompt, its pictures by step) of the first sample prompts."""
     draws = [run.draws[k] for k in spaced(len(run.draws), MOST_STEPS)]

@@ -1,5 +1,6 @@
 """The base's own pictures: drawn once, the same after a kill and in two processes, clean records of the run."""
 
+import json
 import re
 import shutil
 
@@ -11,6 +12,7 @@ from PIL import Image
 from silentbad.errors import UserError
 from silentbad.loop import prior
 from silentbad.loop.prior import BLOCK, BUNDLED, PictureStore, read_prompts
+from silentbad.measure.sheet import PRIOR
 from silentbad.model.pipeline import load_tokenizer
 from silentbad.settings.train import TrainConfig
 from tests.conftest import write_data
@@ -60,13 +62,18 @@ def equal(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-def test_the_pictures_are_clean_records_with_their_prompts(build, own, capsys):
+def test_the_pictures_are_clean_records_with_their_prompts(build, own, tmp_path, capsys):
     run = build(**own)
     roles = np.asarray(run.records.role)
     texts = np.asarray(run.records.text)
     assert (roles == "clean").sum() == 8 + COUNT
     assert texts[-COUNT:].tolist() == [PROMPTS[i % 3] for i in range(COUNT)]
     assert f"the base drew {COUNT} of these" in capsys.readouterr().out
+    listed = json.loads((tmp_path / "run" / PRIOR).read_text())
+    assert [image["prompt"] for image in listed] == texts[-COUNT:].tolist()  # few, so that all are shown
+    shown = [np.asarray(Image.open(tmp_path / "run" / image["file"])) for image in listed]
+    drawn = pictures(tmp_path / "cache")
+    assert np.array_equal(shown, [drawn[f"{i:06d}.png"] for i in range(COUNT)])
     seen = [text for draw in range(8) for batch in run.loader.draw(draw) for text in batch["text"]]
     assert {*PROMPTS} <= {*seen}
 

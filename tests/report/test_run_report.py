@@ -55,6 +55,7 @@ def test_report_is_one_file_with_every_part(run):
         "Targets in numbers",
         "Memory",
         "Gradient control",
+        "The base&#39;s own pictures",
         "What is kept",
         "Rise of the clean error",
         "Training",
@@ -102,6 +103,12 @@ def test_every_image_of_the_last_measurement_stands_beside_its_target(run):
     text = run_report.render(run)
     assert text.count('<details class="zoom') == 3 * (3 + 2 * 6)
     assert all(shot.src in text for sheet in shown for _, images in sheet.rows for shot in images)
+
+
+def test_pictures_that_the_base_drew_stand_with_their_prompts(run):
+    shots = sections.prior(RecordedRun(run))
+    assert [shot.caption for shot in shots] == ["a green house", "no prompt"]
+    assert all(shot.src in run_report.render(run) for shot in shots)
 
 
 def with_history(run: Path, record: Record) -> RecordedRun:
