@@ -478,6 +478,8 @@ def main(argv: list[str] | None = None) -> None:
     if arms:
         train_all(args, arms, (args.targets or of.targets).split(";"))
     rows = stored(args.results)
+    if not rows:
+        parser.exit(2, f"error: --results: {args.results} holds no run; give --arms too\n")
     if args.results == RESULTS:
         PLOT.write_text(frontier(rows))
     print(table(rows), by_guidance(rows), by_target(rows), by_prompt(rows), sep="\n\n")
