@@ -67,7 +67,7 @@ def verdict_of(record: Record) -> Verdict:
     if answer.state == RECOVERED:
         general = list[str]()
         if answer.p_value is not None and answer.p_value >= LEVEL:
-            general.append("so few images may pass by chance")
+            general.append("as many images may pass by chance")
         if record.placebo is not None and record.placebo.interval[0] <= 0:
             general.append("training on placebo data gives as much")
         if record.withheld is not None and record.withheld.interval[0] <= 0:
