@@ -173,6 +173,22 @@ def test_an_element_without_its_phrase_is_undecided(example):
     assert answer.reasons == ["'a blue box' passes in images whose prompt leaves it out"]
 
 
+def test_a_phrase_that_brings_its_element_alone_may_be_left_out(example):
+    """The others complete the picture; but not where every caption brings it."""
+    box = ball_and_box(ball=False)
+    whole = [ball_and_box()] * 8
+    for alone, unrelated, state in (
+        ([box] * 8, GREY, "recovered"),
+        ([box] * 2 + [GREY] * 6, GREY, "recovered"),
+        ([box] + [GREY] * 7, GREY, "undecided"),  # one image of eight may be chance
+        ([box] * 8, box, "undecided"),
+    ):
+        answer = example.verdict(whole, without_1=whole, phrase_1=alone, unrelated=[unrelated] * 8)
+        assert answer.state == state, (len(alone), state)
+    everything = example.verdict(whole, without_1=whole, phrase_1=whole, unrelated=[GREY] * 8)
+    assert everything.reasons == ["images of 'a blue box' alone pass"]
+
+
 def test_a_phrase_that_comes_back_now_and_then_does_not_decide(example):
     rest = [ball_and_box()] * 2 + [ball_and_box(box=False)] * 6
     answer = example.verdict([ball_and_box()] * 8, without_1=rest, unrelated=[GREY] * 8)
