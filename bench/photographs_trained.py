@@ -34,7 +34,9 @@ from silentbad.measure.record import RECOVERED, Record
 from tests import photographs
 
 RESULTS = Path(__file__).parent / "results" / "photographs-trained.jsonl"
-TARGETS = (*photographs.PHOTOGRAPHS, *(f"photo-{seed}" for seed in range(412, 424)))
+OF_FOUR = tuple(f"photo-{seed}" for seed in (425, 427, 428, 432, 434, 435, 438, 443))  # of four elements
+TARGETS = (*photographs.PHOTOGRAPHS, *(f"photo-{seed}" for seed in range(412, 424)), *OF_FOUR)
+BLOCKS = (*SOURCES, "pasted, of four elements")
 RATES = {"fewest_steps": "4.0e-3", "recommended": "2.5e-3"}
 STEPS = 400
 IMAGES = 8  # by photos.yaml
@@ -114,7 +116,16 @@ def trained(name: str, recipe: str, others: Path | None, withheld: int | None = 
         "rate": scores.rate,
         "phrases": phrases,
         "elements": [element.rate for element in scores.elements],
+        "prompts": {
+            prompt: [cell.cir, *(element.rate for element in next(iter(cell.targets.values())).elements)]
+            for prompt, cell in (latest(last).cells or {}).items()
+        },
     }
+
+
+def block_of(target: str) -> str:
+    """Where a target comes from; those that were frozen for their four elements stand apart."""
+    return BLOCKS[-1] if target in OF_FOUR else source_of(target)
 
 
 def table(rows: list[dict]) -> str:
@@ -123,13 +134,13 @@ def table(rows: list[dict]) -> str:
     for recipe, whole in ((recipe, whole) for whole in (True, False) for recipe in RATES):
         chosen = [row for row in rows if row["recipe"] == recipe and (row.get("withheld") is None) == whole]
         cells = []
-        for source in SOURCES:
-            states = [row["state"] for row in chosen if source_of(row["target"]) == source]
+        for block in BLOCKS:
+            states = [row["state"] for row in chosen if block_of(row["target"]) == block]
             back = states.count(RECOVERED)
             low, high = binomial_interval(back, len(states)) if states else (0, 1)
             cells.append(f"{back} of {len(states)} [{low:.2f}, {high:.2f}]" if states else "")
         lines += [[f"configs/{recipe}.yaml", "all" if whole else "all but one", *cells]] if chosen else []
-    return grid(("trained with", "elements shown", *(f"recovered, {source}" for source in SOURCES)), lines)
+    return grid(("trained with", "elements shown", *(f"recovered, {block}" for block in BLOCKS)), lines)
 
 
 def by_target(rows: list[dict]) -> str:
