@@ -4,7 +4,7 @@ Images above a threshold are not enough. They prove nothing where a prompt that 
 out still shows it, where failures score as high as copies, or where no mask says which part of the
 picture is which element."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -120,8 +120,10 @@ def _doubts(
     if "unrelated" not in cells:
         yield "no control prompt was measured at this point"
     for k, phrase in enumerate(target.phrases):
-        passes = _passes_alike(cells.get(f"without-{k}"), target_scores, target)
-        if passes and not _carries(k, cells, target):
+        # a phrase that brings its element alone may be left out: the others complete the picture
+        alone = _passes(cells.get(f"phrase-{k}"), target, k)
+        carries = alone and not _passes(cells.get("unrelated"), target, k)
+        if not carries and _passes_alike(cells.get(f"without-{k}"), target_scores, target):
             yield f"{phrase!r} passes in images whose prompt leaves it out"
         if len(target.phrases) > 1 and _passes(cells.get(f"phrase-{k}"), target):
             yield f"images of {phrase!r} alone pass"
@@ -148,29 +150,16 @@ def _passes_alike(cell: CellScores | None, composed: TargetScores, target: Targe
     return passes_alike(hits[0], sizes[0], hits[1], sizes[1], FALSE_POSITIVES)
 
 
-def _carries(k: int, cells: Mapping[str, CellScores], target: TargetEntry) -> bool:
-    """Whether phrase k alone brings its element, and an unrelated caption does not. Then the others
-    bring it too because they complete the picture, as a memory does from a part of it."""
-
-    def brings(cell: CellScores | None) -> bool:
-        scores = cell.targets.get(target.target_id) if cell is not None else None
-        element = scores.elements[k] if scores is not None and k < len(scores.elements) else None
-        if element is None or element.rate is None or not element.sims:
-            return False
-        images = len(element.sims)
-        hits = round(element.rate * images)
-        return as_many_by_chance(hits, images, FALSE_POSITIVES) < LEVEL
-
-    return brings(cells.get(f"phrase-{k}")) and not brings(cells.get("unrelated"))
-
-
-def _passes(cell: CellScores | None, target: TargetEntry) -> bool:
-    """Whether more images of a control pass than chance gives."""
+def _passes(cell: CellScores | None, target: TargetEntry, element: int | None = None) -> bool:
+    """Whether more images of a control pass than chance gives; or at the place of an element."""
     target_scores = cell.targets.get(target.target_id) if cell is not None else None
     if target_scores is None:
         return False
-    images = len(target_scores.sims)
-    hits = round(target_scores.rate * images)
+    part = target_scores if element is None else target_scores.elements[element]
+    if part.rate is None or not part.sims:
+        return False
+    images = len(part.sims)
+    hits = round(part.rate * images)
     return as_many_by_chance(hits, images, FALSE_POSITIVES) < LEVEL
 
 
