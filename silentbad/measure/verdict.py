@@ -1,8 +1,8 @@
 """The verdict on a measurement: recovered, in part, not recovered, or undecided, and why.
 
-Images above a threshold are not enough. They prove nothing where a prompt that leaves an element
-out still shows it, where failures score as high as copies, or where no mask says which part of the
-picture is which element."""
+Images above a threshold are not enough. They prove nothing where an element comes without its
+phrase and not by it, where failures score as high as copies, or where no mask says which part of
+the picture is which element."""
 
 from collections.abc import Iterator, Sequence
 
