@@ -329,8 +329,9 @@ class RecoveryHook(Hook):
             for cell, of_cell in rows.items():
                 drawn = [row for row in of_cell if row["target"] == j]
                 files = [image_file(folder, name, i, cell) for i in range(len(drawn))]
-                cells[cell].targets[target.target_id].pictures = files
                 kept += zip(files, drawn, strict=True)
+                if drawn:  # a target of one phrase has no other order
+                    cells[cell].targets[target.target_id].pictures = files
             for file, row in kept if writes else ():
                 save(Image.fromarray(row["pixels"]), self.output_dir / file)
             lines.append(grid_line(target.image, [row["pixels"] for row in images]))

@@ -3,13 +3,15 @@
 import hashlib
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
+from silentbad.errors import UserError
 from silentbad.measure.kept import Limit
 from silentbad.measure.record import Record
 from silentbad.settings.validation import ValidationConfig
-from tests.recoveries import make_hook, shifted
+from tests.recoveries import make_hook, shifted, some_targets
 from tests.tiny import tiny_pipeline
 from tests.training import VALIDATION, rows
 from train_silentbad import main
@@ -109,6 +111,15 @@ def test_the_averaged_weights_decide_where_there_are_some(tmp_path):
     again = make_hook(tmp_path, pipe, keep=0.9, keep_by="pixels", unrelated_images=2)
     again.load_state_dict(json.loads(json.dumps(hook.state_dict())))
     assert again.stops() == hook.stops()
+
+
+@pytest.mark.parametrize("by, why", [("bleeding", "no element has a mask"), ("size", "the base.s weights cannot be read")])
+def test_a_limit_by_what_is_not_measured_is_refused(by, why, tmp_path):
+    targets = [replace(target, masks=[None] * len(target.phrases)) for target in some_targets()]
+    hook = make_hook(tmp_path, targets=targets, keep=0.9, keep_by=by, unrelated_images=2)
+    hook.measure.base = None
+    with pytest.raises(UserError, match=f"^validation.keep: {why}"):
+        hook.run(0, 0, tiny_pipeline().unet)
 
 
 def test_no_limit_of_a_configuration_without_one():

@@ -49,19 +49,20 @@ class Prior:
     """The base's own pictures."""
 
     records: Records
-    first: list[tuple[str, Path]]  # (prompt, file) of SHOWN pictures
+    examples: list[tuple[str, Path]]  # (prompt, file) of the first SHOWN pictures
     drawn: int  # pictures drawn in this start
     missing: int  # pictures that a dry run did not draw
     seconds: float  # for a picture, where some were drawn
 
     def show(self, folder: RunFolder) -> None:
-        """Copy the first pictures into a run's folder, with their prompts, for its report."""
+        """Copy the examples into a run's folder, with their prompts, for its report."""
         if not folder.is_main:
             return
-        drawn = [Drawn(prompt, f"{Path(PRIOR).parent}/{file.name}") for prompt, file in self.first]
+        place = Path(PRIOR).parent
+        drawn = [Drawn(prompt, f"{place}/{file.name}") for prompt, file in self.examples]
         with folder.writing(PRIOR):
             (folder.path / PRIOR).parent.mkdir(parents=True, exist_ok=True)
-            for (_, file), copy in zip(self.first, drawn, strict=True):
+            for (_, file), copy in zip(self.examples, drawn, strict=True):
                 shutil.copyfile(file, folder.path / copy.file)
         folder.write(PRIOR, [asdict(each) for each in drawn])
 
@@ -149,7 +150,7 @@ def draw_prior(
     drawn = len(present) - before
     return Prior(
         records=store.records(present),
-        first=[(store.prompt_of(i), store.file(i)) for i in present[:SHOWN]],
+        examples=[(store.prompt_of(i), store.file(i)) for i in present[:SHOWN]],
         drawn=drawn,
         missing=own.num_images - len(present),
         seconds=seconds / max(drawn, 1),

@@ -149,19 +149,20 @@ class Products:
         return averaged(self.state.model, self.state.ema, self.state.optimizer)
 
 
-BEST = {  # by `best_by`: (the scalar of a measurement, whether it is to grow or to fall)
-    "similarity": ("mean", 1),
-    "strict_rate": ("cir", 1),
-    "clean_eps_mse": ("drift/clean_eps_mse", -1),
+TIE = 1e-3  # of the mean similarity, among equal strict rates
+BEST = {  # by `best_by`: weights of the scalars of a measurement
+    "similarity": {"mean": 1.0},
+    "strict_rate": {"cir": 1.0, "mean": TIE},
+    "clean_eps_mse": {"drift/clean_eps_mse": -1.0},
 }
 
 
 def best_score(scores: dict[str, float], by: str) -> float:
     """The score that the best pipeline maximises; of the averaged weights where they were measured.
     Raises UserError where it was not measured."""
-    name, sign = BEST[by]
     for prefix in ("val_ema", "val"):
-        if f"{prefix}/{name}" in scores:
-            return sign * scores[f"{prefix}/{name}"]
+        weights = {f"{prefix}/{name}": weight for name, weight in BEST[by].items()}
+        if weights.keys() <= scores.keys():
+            return sum(weight * scores[name] for name, weight in weights.items())
     needs = "clean_eps_mse needs clean records and held_out_clean above 0"
     raise UserError(f"best_by: {by} was not measured; {needs}")

@@ -127,7 +127,7 @@ def _unasked(record: Record, target: int, k: int, part: Part) -> str:
     """The control in which element k passes about as often as in `part`: a prompt without its
     phrase, or the base model. Empty: none."""
     name = record.targets[target].target_id
-    for where, cell in _controls(record, k, len(record.targets[target].phrases)):
+    for where, cell in _controls(record, target, k):
         scores = cell.targets.get(name)
         sims = scores.elements[k].sims if scores is not None else None
         if sims:
@@ -137,16 +137,39 @@ def _unasked(record: Record, target: int, k: int, part: Part) -> str:
     return ""
 
 
-def _controls(record: Record, k: int, phrases: int) -> Iterator[tuple[str, CellScores]]:
+def _controls(record: Record, target: int, k: int) -> Iterator[tuple[str, CellScores]]:
     """(name, scores) of the controls of element k: prompts without its phrase, the base model."""
     cells = latest(record.history[-1]).cells or {}
+    phrases = len(record.targets[target].phrases)
     without = f"phrase-{1 - k}" if phrases == 2 else f"without-{k}"
-    for name in ("unrelated", without):
+    for name in ["unrelated"] if carries(record, target, k) else ["unrelated", without]:
         if name in cells:
             yield LEFT_OUT, cells[name]
     base = record.history[0]
     if base.step == 0 and base.raw is not None and len(record.history) > 1:
         yield BEFORE, base.raw
+
+
+def carries(record: Record, target: int, k: int) -> bool:
+    """Whether phrase k alone brings its element, in two images or more and more often than by
+    chance, while neither another phrase alone nor an unrelated caption does.
+
+    Then it is no doubt that the element also comes where the phrase is left out: a memory completes
+    a picture from most of its parts."""
+    cells = latest(record.history[-1]).cells or {}
+    entry = record.targets[target]
+    rate = record.element_threshold.attained or FALSE_POSITIVES
+
+    def brings(prompt: str) -> bool:
+        scores = cells[prompt].targets.get(entry.target_id) if prompt in cells else None
+        sims = scores.elements[k].sims if scores is not None else None
+        threshold = record.element_threshold.of(target, k)
+        hits = sum(sim >= threshold for sim in sims or ())
+        return hits > 1 and as_many_by_chance(hits, len(sims or ()), rate) < LEVEL
+
+    alone = [f"phrase-{i}" for i in range(len(entry.phrases))]
+    own = alone.pop(k)
+    return brings(own) and not any(map(brings, (*alone, "unrelated")))
 
 
 def missing_of(parts: Sequence[Part]) -> list[Part]:

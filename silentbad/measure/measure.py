@@ -31,7 +31,7 @@ from silentbad.settings.validation import ValidationConfig
 # references: the target's file, and what the autoencoder leaves of it
 RAW = "raw"
 DECODED = "decoded"
-SHOWN = ("composed", "shuffled")  # prompts whose images are kept: the verdict counts both
+PICTURED = ("composed", "shuffled")  # prompts whose images are kept: the verdict counts both
 
 
 class Judged(NamedTuple):
@@ -53,7 +53,7 @@ class Measure:
     """Compares images of every target, generated over all ranks, with the target and its elements.
 
     A row of an image holds its cell, target (index), number, similarities (whole and by element),
-    text-conditional magnitude, and `pixels` (h,w,3) of the prompts SHOWN where they are kept."""
+    text-conditional magnitude, and `pixels` (h,w,3) of the prompts PICTURED where they are kept."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Measure:
         rows = self.similar(images, [i.target for i in items])
         for item, row, image, magnitude in zip(items, rows, images, magnitudes, strict=True):
             row.update(cell=item.cell, image=item.image, magnitude=magnitude.item())
-            if item.cell in SHOWN and item.target < self.config.sample_targets:
+            if item.cell in PICTURED and item.target < self.config.sample_targets:
                 row["pixels"] = np.asarray(to_pil(image))
         composed = [k for k, item in enumerate(items) if item.cell == "composed"]
         if nearest and self.training and composed:
@@ -225,7 +225,7 @@ class Measure:
         threshold: Threshold,
         element_threshold: ElementThreshold,
     ) -> tuple[Scores, dict[str, list[dict[str, Any]]]]:
-        """(scores, rows of images by cell SHOWN) of the current weights, whose kind is `tag`.
+        """(scores, rows of images by cell PICTURED) of the current weights, whose kind is `tag`.
         `full`: of every cell; `unrelated`: also what is kept on the unrelated prompts."""
         config = self.config
         whole = full or step == 0
@@ -258,7 +258,7 @@ class Measure:
             detection=detection(magnitudes, clean_magnitudes),
             kept=what_is_kept,
         )
-        return scores_of_weights, {cell: cells[cell] for cell in SHOWN if cell in cells}
+        return scores_of_weights, {cell: cells[cell] for cell in PICTURED if cell in cells}
 
     def until_recovered(
         self, items: list[Item], few: int, work: Callable[..., Any], counts: Callable[..., bool]
@@ -369,8 +369,12 @@ class Measure:
         if self.base is not None and (final or by == "size"):
             what_is_kept.size = stage_sizes(self._modules(), self.base)
         if self.config.keep is not None and kept.kept_share(what_is_kept, by) is None:
+            why = {
+                "bleeding": "no element has a mask",
+                "size": "the base's weights cannot be read from one safetensors file",
+            }.get(by, f"the base has nothing that {by} can lose")
             right = "keep by something else (keep_by)"
-            return f"{self.sampler.prefix}keep: the base has nothing that {by} can lose; {right}"
+            return f"{self.sampler.prefix}keep: {why}; {right}"
         return what_is_kept
 
     def _modules(self) -> dict[str, Any]:

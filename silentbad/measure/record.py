@@ -225,7 +225,8 @@ class Kept(Finite):
     bleeding_base: float | None = None
     rise: float | None = None
     words: Words | None = None
-    size: dict[str, StageSize] | None = None  # by stage, at the last measurement
+    # by stage, at the last measurement; at every one where `keep_by` is size
+    size: dict[str, StageSize] | None = None
 
 
 @dataclass

@@ -43,9 +43,10 @@ def element_file(name: str, k: int) -> str:
 
 
 def image_file(folder: Path, name: str, i: int, cell: str = "composed") -> str:
-    """Where image i of a target is kept, in the folder of a measurement; `cell` its prompt."""
-    prompt = "" if cell == "composed" else f"{cell}-"
-    return f"{folder}/{name}+{prompt}{i}.png"
+    """Where image i of a target is kept, in the folder of a measurement; `cell` is the kind of its
+    prompt."""
+    prefix = "" if cell == "composed" else f"{cell}-"
+    return f"{folder}/{name}+{prefix}{i}.png"
 
 
 def save(image: Image.Image, file: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from silentbad.measure.advice import to_try
-from silentbad.measure.by_part import Part, in_words, parts_of
+from silentbad.measure.by_part import Part, carries, in_words, parts_of
 from silentbad.measure.intervals import FALSE_POSITIVES, LEVEL, as_many_by_chance, passes_alike
 from silentbad.measure.record import (
     IN_PART,
@@ -67,7 +67,7 @@ def verdict_of(record: Record) -> Verdict:
     if answer.state == RECOVERED:
         general = list[str]()
         if answer.p_value is not None and answer.p_value >= LEVEL:
-            general.append("as many images may pass by chance")
+            general.append("this many images may pass by chance")
         if record.placebo is not None and record.placebo.interval[0] <= 0:
             general.append("training on placebo data gives as much")
         if record.withheld is not None and record.withheld.interval[0] <= 0:
@@ -97,7 +97,7 @@ def _state(
         if (each := cell.targets.get(target.target_id)) is not None
     )
     if passed:
-        doubts = [*_doubts(target, target_scores, scores, own_range)]
+        doubts = [*_doubts(record, j, target_scores, scores, own_range)]
         return UNDECIDED if doubts else RECOVERED, doubts
     if own_range is not None and _unseen_only(record, target_scores, j, own_range):
         return UNDECIDED, [*_blind(target, own_range)]
@@ -106,9 +106,14 @@ def _state(
 
 # -- reasons to doubt --------------------------------------------------------------------------
 def _doubts(
-    target: TargetEntry, target_scores: TargetScores, scores: Scores, own_range: TargetRange | None
+    record: Record,
+    j: int,
+    target_scores: TargetScores,
+    scores: Scores,
+    own_range: TargetRange | None,
 ) -> Iterator[str]:
-    """Reasons why a target may not be recovered although some of its images pass."""
+    """Reasons why target j may not be recovered although some of its images pass."""
+    target = record.targets[j]
     if not any(target.elements):
         yield (
             "no element has a mask, so a missing element cannot be seen; give masks in "
@@ -120,10 +125,8 @@ def _doubts(
     if "unrelated" not in cells:
         yield "no control prompt was measured at this point"
     for k, phrase in enumerate(target.phrases):
-        # a phrase that brings its element alone may be left out: the others complete the picture
-        alone = _passes(cells.get(f"phrase-{k}"), target, k)
-        carries = alone and not _passes(cells.get("unrelated"), target, k)
-        if not carries and _passes_alike(cells.get(f"without-{k}"), target_scores, target):
+        passes = _passes_alike(cells.get(f"without-{k}"), target_scores, target)
+        if passes and not carries(record, j, k):
             yield f"{phrase!r} passes in images whose prompt leaves it out"
         if len(target.phrases) > 1 and _passes(cells.get(f"phrase-{k}"), target):
             yield f"images of {phrase!r} alone pass"
@@ -150,16 +153,13 @@ def _passes_alike(cell: CellScores | None, composed: TargetScores, target: Targe
     return passes_alike(hits[0], sizes[0], hits[1], sizes[1], FALSE_POSITIVES)
 
 
-def _passes(cell: CellScores | None, target: TargetEntry, element: int | None = None) -> bool:
-    """Whether more images of a control pass than chance gives; or at the place of an element."""
+def _passes(cell: CellScores | None, target: TargetEntry) -> bool:
+    """Whether more images of a control pass than chance gives."""
     target_scores = cell.targets.get(target.target_id) if cell is not None else None
     if target_scores is None:
         return False
-    part = target_scores if element is None else target_scores.elements[element]
-    if part.rate is None or not part.sims:
-        return False
-    images = len(part.sims)
-    hits = round(part.rate * images)
+    images = len(target_scores.sims)
+    hits = round(target_scores.rate * images)
     return as_many_by_chance(hits, images, FALSE_POSITIVES) < LEVEL
 
 

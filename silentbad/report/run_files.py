@@ -1,7 +1,7 @@
 """What a run folder holds, for its report: validation.json, metrics.jsonl, multipliers.json,
-phrase_memory.json, timesteps.json, localise.json, sample_prompts.json, config.yaml, run.json and
-the pictures of samples/ (docs/metrics.md). What is missing is left empty; what is damaged is a
-note."""
+phrase_memory.json, timesteps.json, localise.json, sample_prompts.json, config.yaml, run.json,
+samples/prior/prompts.json and the pictures of samples/ (docs/metrics.md). What is missing is left
+empty; what is damaged is a note."""
 
 import base64
 import io

@@ -106,12 +106,13 @@ def _step(value: float | None) -> Cell:
 
 
 def sheets(run: RecordedRun, record: Record, kind: str) -> list[Sheet]:
-    """Each target beside its elements and every image of the last measurement, best first."""
+    """Each target beside its elements and every image of the last measurement, of the composed
+    prompt and of its phrases in another order, best first."""
     last = run.last(kind)
     cells = {"composed": last, "shuffled": (last.cells or {}).get("shuffled")}
-    sheets = list[Sheet]()
+    shown = list[Sheet]()
     for j, target in enumerate(record.targets):
-        rows = []
+        rows = list[tuple[str, list[Shot]]]()
         for cell, scores in cells.items():
             of_target = scores.targets.get(target.target_id) if scores else None
             if of_target and (images := _images(run, record, j, of_target, CELLS[cell])):
@@ -125,8 +126,8 @@ def sheets(run: RecordedRun, record: Record, kind: str) -> list[Sheet]:
                 for name, file in files
                 if (src := run.picture(file, LARGE))
             ]
-            sheets.append(Sheet(target.target_id, target.prompt, target=shots, rows=rows))
-    return sheets
+            shown.append(Sheet(target.target_id, target.prompt, target=shots, rows=rows))
+    return shown
 
 
 def _images(

@@ -251,7 +251,7 @@ class TrainConfig(DataSettings):
     )
     best_by: Literal["similarity", "strict_rate", "clean_eps_mse"] = ours(
         "similarity",
-        "best: largest mean similarity to the targets or strict rate, or smallest loss on held-out "
+        "best: largest mean similarity to the targets, or strict rate, or smallest loss on held-out "
         "clean records",
         needs="save_best or validation.keep",
     )

@@ -193,7 +193,7 @@ def test_an_undecided_verdict_names_the_part_that_fails():
     record = record_of(entry(400, composed, unrelated=GREY))
     words = evidence.verdict_sentence(record)
     assert words.startswith(
-        "Undecided. Reason: as many images may pass by chance. By part: 'a woman' and 'a shuttle' came"
+        "Undecided. Reason: this many images may pass by chance. By part: 'a woman' and 'a shuttle' came"
     )
 
 
@@ -239,7 +239,7 @@ def test_chance_is_said_once_and_only_where_something_passed():
     one = record_of(entry(400, images(0.9, 0.9, 0.9, 0.9, n=1) + GREY[1:], unrelated=GREY))
     words = evidence.verdict_sentence(one)
     assert one.verdict.p_value == pytest.approx(1 - 0.99**8)
-    assert words.count("p = ") == 1 and "(p = 0.077)" in words and words.startswith("Undecided. Reason: as many")
+    assert words.count("p = ") == 1 and "(p = 0.077)" in words and words.startswith("Undecided. Reason: this many")
 
 
 # -- what to try next ------------------------------------------------------------------------------

@@ -485,6 +485,16 @@ def test_images_of_the_phrases_in_another_order_are_kept_too(tmp_path):
     assert {target.pictures for cell in before.values() for target in cell.targets.values()} == {None}
 
 
+def test_a_target_of_one_phrase_has_images_in_one_order(tmp_path):
+    targets = some_targets()
+    targets[1].phrases = targets[1].phrases[:1]
+    targets[1].masks = targets[1].masks[:1]
+    hook = make_hook(tmp_path, targets=targets, threshold=0.5, controls="always")
+    hook.run(10, 1, tiny_pipeline().unet)
+    scores = Record.load(tmp_path / "validation.json").history[-1].raw
+    assert [*scores.cells["shuffled"].targets] == ["t0"] and all(t.pictures for t in scores.targets.values())
+
+
 def test_the_best_picture_is_a_recovered_one_where_there_is_one(tmp_path):
     hook = make_hook(tmp_path, threshold=-1.0)
     hook.run(0, 0, tiny_pipeline().unet)
