@@ -113,7 +113,9 @@ def test_the_averaged_weights_decide_where_there_are_some(tmp_path):
     assert again.stops() == hook.stops()
 
 
-@pytest.mark.parametrize("by, why", [("bleeding", "no element has a mask"), ("size", "the base.s weights cannot be read")])
+@pytest.mark.parametrize(
+    "by, why", [("bleeding", "no element has a mask"), ("size", "the base.s weights cannot be read")]
+)
 def test_a_limit_by_what_is_not_measured_is_refused(by, why, tmp_path):
     targets = [replace(target, masks=[None] * len(target.phrases)) for target in some_targets()]
     hook = make_hook(tmp_path, targets=targets, keep=0.9, keep_by=by, unrelated_images=2)

@@ -124,8 +124,11 @@ def _doubts(
     cells = scores.cells or {}
     if "unrelated" not in cells:
         yield "no control prompt was measured at this point"
+    orders = [target_scores]
+    if "shuffled" in cells and target.target_id in cells["shuffled"].targets:
+        orders.append(cells["shuffled"].targets[target.target_id])
     for k, phrase in enumerate(target.phrases):
-        passes = _passes_alike(cells.get(f"without-{k}"), target_scores, target)
+        passes = _passes_alike(cells.get(f"without-{k}"), orders, target)
         if passes and not carries(record, j, k):
             yield f"{phrase!r} passes in images whose prompt leaves it out"
         if len(target.phrases) > 1 and _passes(cells.get(f"phrase-{k}"), target):
@@ -142,15 +145,20 @@ def _doubts(
             )
 
 
-def _passes_alike(cell: CellScores | None, composed: TargetScores, target: TargetEntry) -> bool:
-    """Whether a control passes about as often as the composed prompt: a memorised picture may
-    sometimes come back without one of its phrases, but the phrase must make a difference."""
+def _passes_alike(
+    cell: CellScores | None, orders: Sequence[TargetScores], target: TargetEntry
+) -> bool:
+    """Whether a control passes about as often as the composed prompt in either of its `orders`: a
+    memorised picture may sometimes come back without one of its phrases, but the phrase must make a
+    difference."""
     other = cell.targets.get(target.target_id) if cell is not None else None
     if other is None:
         return False
-    sizes = [len(scores.sims) for scores in (composed, other)]
-    hits = [round(composed.rate * sizes[0]), round(other.rate * sizes[1])]
-    return passes_alike(hits[0], sizes[0], hits[1], sizes[1], FALSE_POSITIVES)
+    images = sum(len(scores.sims) for scores in orders)
+    hits = sum(round(scores.rate * len(scores.sims)) for scores in orders)
+    other_images = len(other.sims)
+    other_hits = round(other.rate * other_images)
+    return passes_alike(hits, images, other_hits, other_images, FALSE_POSITIVES)
 
 
 def _passes(cell: CellScores | None, target: TargetEntry) -> bool:

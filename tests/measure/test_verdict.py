@@ -192,6 +192,14 @@ def test_a_phrase_that_brings_its_element_alone_may_be_left_out(example):
     assert everything.reasons == ["images of 'a blue box' alone pass"]
 
 
+def test_images_in_either_order_say_whether_a_phrase_makes_a_difference(example):
+    rest = [ball_and_box()] * 3 + [ball_and_box(box=False)] * 5
+    most = [ball_and_box()] * 7 + [GREY]
+    answer = example.verdict(most, without_1=rest, unrelated=[GREY] * 8)
+    assert answer.state == "undecided"  # 7 of 8 and 3 of 8 may be alike; 15 of 16 may not
+    assert example.verdict(most, shuffled=[ball_and_box()] * 8, without_1=rest, unrelated=[GREY] * 8).recovers
+
+
 def test_a_phrase_that_comes_back_now_and_then_does_not_decide(example):
     rest = [ball_and_box()] * 2 + [ball_and_box(box=False)] * 6
     answer = example.verdict([ball_and_box()] * 8, without_1=rest, unrelated=[GREY] * 8)
