@@ -4,7 +4,8 @@ Photographs of scikit-image's wheel as they were taken, and targets pasted from 
 `silentbad.prepare` makes the data of each, the bundled base is trained on it as README's steps for one's own pictures
 do, and measured on the target. A model is a row of bench/results/photographs-trained.jsonl; one that is stored is not
 trained again. Its images go to photographs-trained-pictures.zip, target first, so that somebody can look whether they
-show it. `--figure` draws the first of them for README's front page.
+show it. A row keeps what each control prompt shows, the whole and every element. `--figure` draws the first of them
+for README's front page.
 
 `--folder DIR` takes pictures of anybody's: DIR/NAME/target.png, mask-0.png and so on, phrases.json (a list, what is
 behind the things last), and DIR/backgrounds. Their rows are others/NAME, and their images stay in DIR, since they are
@@ -34,7 +35,7 @@ from silentbad.measure.record import RECOVERED, Record
 from tests import photographs
 
 RESULTS = Path(__file__).parent / "results" / "photographs-trained.jsonl"
-OF_FOUR = tuple(f"photo-{seed}" for seed in (425, 427, 428, 432, 434, 435, 438, 443))  # of four elements
+OF_FOUR = tuple(f"photo-{seed}" for seed in (425, 427, 428, 432, 434, 435, 438, 443))
 TARGETS = (*photographs.PHOTOGRAPHS, *(f"photo-{seed}" for seed in range(412, 424)), *OF_FOUR)
 BLOCKS = (*SOURCES, "pasted, of four elements")
 RATES = {"fewest_steps": "4.0e-3", "recommended": "2.5e-3"}
@@ -131,16 +132,17 @@ def block_of(target: str) -> str:
 def table(rows: list[dict]) -> str:
     """A line a recipe, of the models that see all elements, then one of those that do not: Markdown."""
     lines = []
+    blocks = [block for block in BLOCKS if any(block_of(row["target"]) == block for row in rows)]
     for recipe, whole in ((recipe, whole) for whole in (True, False) for recipe in RATES):
         chosen = [row for row in rows if row["recipe"] == recipe and (row.get("withheld") is None) == whole]
         cells = []
-        for block in BLOCKS:
+        for block in blocks:
             states = [row["state"] for row in chosen if block_of(row["target"]) == block]
             back = states.count(RECOVERED)
             low, high = binomial_interval(back, len(states)) if states else (0, 1)
             cells.append(f"{back} of {len(states)} [{low:.2f}, {high:.2f}]" if states else "")
         lines += [[f"configs/{recipe}.yaml", "all" if whole else "all but one", *cells]] if chosen else []
-    return grid(("trained with", "elements shown", *(f"recovered, {block}" for block in BLOCKS)), lines)
+    return grid(("trained with", "elements shown", *(f"recovered, {block}" for block in blocks)), lines)
 
 
 def by_target(rows: list[dict]) -> str:
