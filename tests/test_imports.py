@@ -42,7 +42,7 @@ BELOW: dict[str, set[str]] = {
 }
 MAY_IMPORT = {
     "worlds": {"data", "measure"},
-    "experiments": SHARED | {"control", "memory"},
+    "experiments": SHARED | {"control", "measure", "memory"},
     "silentbad_shield": SHARED | {"measure", "report"},
 }
 FLAT = 8  # files that lie in silentbad/ itself, at most

@@ -162,10 +162,12 @@ def carries(record: Record, target: int, k: int) -> bool:
 
     def brings(prompt: str) -> bool:
         scores = cells[prompt].targets.get(entry.target_id) if prompt in cells else None
-        sims = scores.elements[k].sims if scores is not None else None
+        if scores is None or k >= len(scores.elements):  # without masks there are none
+            return False
+        sims = scores.elements[k].sims or []
         threshold = record.element_threshold.of(target, k)
-        hits = sum(sim >= threshold for sim in sims or ())
-        return hits > 1 and as_many_by_chance(hits, len(sims or ()), rate) < LEVEL
+        hits = sum(sim >= threshold for sim in sims)
+        return hits > 1 and as_many_by_chance(hits, len(sims), rate) < LEVEL
 
     alone = [f"phrase-{i}" for i in range(len(entry.phrases))]
     own = alone.pop(k)

@@ -220,8 +220,11 @@ def test_without_control_prompts_nothing_is_decided(example):
 
 def test_without_masks_a_missing_element_cannot_be_seen(tmp_path):
     target = Target("ball-box", ball_and_box(), PHRASES, masks=[None] * 3)
-    answer = Judge([target], measured.textures(), tmp_path).verdict([ball_and_box()] * 8, unrelated=[GREY] * 8)
+    whole = [ball_and_box()] * 8
+    controls = dict(without_1=whole, phrase_1=whole, unrelated=[GREY] * 8)
+    answer = Judge([target], measured.textures(), tmp_path).verdict(whole, **controls)
     assert answer.state == "undecided" and "no element has a mask" in answer.reasons[0]
+    assert "'a blue box' passes in images whose prompt leaves it out" in answer.reasons
 
 
 def test_what_looks_the_same_is_no_failure(example):
