@@ -313,25 +313,26 @@ class RecoveryHook(Hook):
         """Every image of each kept target, the best and the median one, and a grid, best first; of
         phrases in another order, where these were measured, every image."""
         folder = Path("samples") / f"step-{step:06d}-{tag}"
-        cells = {**(scores.cells or {}), "composed": scores}
         lines = []
         writes = self.accelerator.is_main_process
         for j, target in enumerate(self.targets[: self.config.sample_targets]):
             name = self.names[j]
             target_scores = scores.targets[target.target_id]
-            of_target = [row for row in rows["composed"] if row["target"] == j]
-            images = sorted(of_target, key=lambda row: -row["sim"])
+            of_target = {
+                cell: [row for row in of_cell if row["target"] == j]
+                for cell, of_cell in rows.items()
+            }
+            images = sorted(of_target["composed"], key=lambda row: -row["sim"])
             best = next((row for row in images if row["recovered"]), images[0])
             median = images[len(images) // 2]
             target_scores.best = Picture(f"{folder}/{name}-best.png", best["sim"])
             target_scores.median = Picture(f"{folder}/{name}-median.png", median["sim"])
             kept = [(target_scores.best.file, best), (target_scores.median.file, median)]
-            for cell, of_cell in rows.items():
-                drawn = [row for row in of_cell if row["target"] == j]
+            for cell, drawn in of_target.items():
                 files = [image_file(folder, name, i, cell) for i in range(len(drawn))]
                 kept += zip(files, drawn, strict=True)
                 if drawn:  # a target of one phrase has no other order
-                    cells[cell].targets[target.target_id].pictures = files
+                    scores.orders[cell].targets[target.target_id].pictures = files
             for file, row in kept if writes else ():
                 save(Image.fromarray(row["pixels"]), self.output_dir / file)
             lines.append(grid_line(target.image, [row["pixels"] for row in images]))

@@ -128,13 +128,19 @@ def _unasked(record: Record, target: int, k: int, part: Part) -> str:
     phrase, or the base model. Empty: none."""
     name = record.targets[target].target_id
     for where, cell in _controls(record, target, k):
-        scores = cell.targets.get(name)
-        sims = scores.elements[k].sims if scores is not None else None
-        if sims:
-            hits = sum(sim >= part.threshold for sim in sims)
-            if passes_alike(part.hits, part.images, hits, len(sims), part.rate):
-                return where
+        sims = _sims(cell, name, k)
+        hits = sum(sim >= part.threshold for sim in sims)
+        if sims and passes_alike(part.hits, part.images, hits, len(sims), part.rate):
+            return where
     return ""
+
+
+def _sims(cell: CellScores | None, name: str, k: int) -> list[float]:
+    """The similarities to element k of a target's images under a control; none without a mask."""
+    scores = cell.targets.get(name) if cell is not None else None
+    if scores is None or k >= len(scores.elements):
+        return []
+    return scores.elements[k].sims or []
 
 
 def _controls(record: Record, target: int, k: int) -> Iterator[tuple[str, CellScores]]:
@@ -160,12 +166,10 @@ def carries(record: Record, target: int, k: int) -> bool:
     entry = record.targets[target]
     rate = record.element_threshold.attained or FALSE_POSITIVES
 
+    threshold = record.element_threshold.of(target, k)
+
     def brings(prompt: str) -> bool:
-        scores = cells[prompt].targets.get(entry.target_id) if prompt in cells else None
-        if scores is None or k >= len(scores.elements):  # without masks there are none
-            return False
-        sims = scores.elements[k].sims or []
-        threshold = record.element_threshold.of(target, k)
+        sims = _sims(cells.get(prompt), entry.target_id, k)
         hits = sum(sim >= threshold for sim in sims)
         return hits > 1 and as_many_by_chance(hits, len(sims), rate) < LEVEL
 

@@ -21,7 +21,7 @@ from silentbad.measure.embedders import CLIP, Embedder
 from silentbad.measure.generation import Item, Sampler, left_as_found, reordered
 from silentbad.measure.intervals import detection
 from silentbad.measure.nearest import Shown, TrainingPictures
-from silentbad.measure.record import ElementThreshold, Kept, Scores, Threshold
+from silentbad.measure.record import ORDERS, ElementThreshold, Kept, Scores, Threshold
 from silentbad.measure.redraws import load_redraws, uses_redraws
 from silentbad.measure.samples import save
 from silentbad.measure.scores import cell_scores, is_recovered
@@ -31,7 +31,6 @@ from silentbad.settings.validation import ValidationConfig
 # references: the target's file, and what the autoencoder leaves of it
 RAW = "raw"
 DECODED = "decoded"
-PICTURED = ("composed", "shuffled")  # prompts whose images are kept: the verdict counts both
 
 
 class Judged(NamedTuple):
@@ -53,7 +52,7 @@ class Measure:
     """Compares images of every target, generated over all ranks, with the target and its elements.
 
     A row of an image holds its cell, target (index), number, similarities (whole and by element),
-    text-conditional magnitude, and `pixels` (h,w,3) of the prompts PICTURED where they are kept."""
+    text-conditional magnitude, and `pixels` (h,w,3) of the prompts in ORDERS where they are kept."""
 
     def __init__(
         self,
@@ -192,7 +191,7 @@ class Measure:
         rows = self.similar(images, [i.target for i in items])
         for item, row, image, magnitude in zip(items, rows, images, magnitudes, strict=True):
             row.update(cell=item.cell, image=item.image, magnitude=magnitude.item())
-            if item.cell in PICTURED and item.target < self.config.sample_targets:
+            if item.cell in ORDERS and item.target < self.config.sample_targets:
                 row["pixels"] = np.asarray(to_pil(image))
         composed = [k for k, item in enumerate(items) if item.cell == "composed"]
         if nearest and self.training and composed:
@@ -225,7 +224,7 @@ class Measure:
         threshold: Threshold,
         element_threshold: ElementThreshold,
     ) -> tuple[Scores, dict[str, list[dict[str, Any]]]]:
-        """(scores, rows of images by cell PICTURED) of the current weights, whose kind is `tag`.
+        """(scores, rows of images by cell in ORDERS) of the current weights, whose kind is `tag`.
         `full`: of every cell; `unrelated`: also what is kept on the unrelated prompts."""
         config = self.config
         whole = full or step == 0
@@ -258,7 +257,7 @@ class Measure:
             detection=detection(magnitudes, clean_magnitudes),
             kept=what_is_kept,
         )
-        return scores_of_weights, {cell: cells[cell] for cell in PICTURED if cell in cells}
+        return scores_of_weights, {cell: cells[cell] for cell in ORDERS if cell in cells}
 
     def until_recovered(
         self, items: list[Item], few: int, work: Callable[..., Any], counts: Callable[..., bool]

@@ -22,6 +22,7 @@ UNDECIDED = "undecided"
 NAME = "validation.json"
 ALL = "all targets"  # the summary row over all targets
 KINDS = ("raw", "ema")  # of weights: as trained, averaged
+ORDERS = ("composed", "shuffled")  # prompts that the verdict counts, and whose images are kept
 
 
 class Finite:
@@ -238,6 +239,12 @@ class Scores(CellScores):
     # of composed prompts among clean ones, by text-conditional magnitude
     detection: Detection | None = None
     kept: Kept | None = None
+
+    @property
+    def orders(self) -> dict[str, CellScores]:
+        """The scores by kind of prompt of those in ORDERS that were measured."""
+        cells = {**(self.cells or {}), "composed": self}
+        return {kind: cells[kind] for kind in ORDERS if kind in cells}
 
 
 @dataclass

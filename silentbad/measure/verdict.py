@@ -34,8 +34,7 @@ def verdict_of(record: Record) -> Verdict:
     """The verdict on a record's last measurement, composed prompts in either order."""
     entry = record.history[-1]
     scores = latest(entry)
-    shuffled = (scores.cells or {}).get("shuffled")
-    cells: list[CellScores] = [scores, shuffled] if shuffled else [scores]
+    cells = [*scores.orders.values()]
     above = sum(cell.above for cell in cells)
     images = sum(cell.images for cell in cells)
     answer = Verdict(
@@ -54,7 +53,7 @@ def verdict_of(record: Record) -> Verdict:
             continue
         parts = parts_of(record, j)
         text = in_words(record, j, parts)
-        state, doubts = _state(record, j, cells, some_came=any(p.came_back for p in parts[1:]))
+        state, doubts = _state(record, j, some_came=any(p.came_back for p in parts[1:]))
         states[target.target_id] = state
         prefix = f"{target.target_id}: " if len(record.targets) > 1 else ""
         reasons += [prefix + doubt for doubt in doubts]
@@ -82,9 +81,7 @@ def verdict_of(record: Record) -> Verdict:
     return answer
 
 
-def _state(
-    record: Record, j: int, cells: Sequence[CellScores], *, some_came: bool
-) -> tuple[str, list[str]]:
+def _state(record: Record, j: int, *, some_came: bool) -> tuple[str, list[str]]:
     """(the state of target j, the reasons to doubt it); `some_came`: whether any element came
     back."""
     target = record.targets[j]
@@ -93,11 +90,10 @@ def _state(
     own_range = record.ranges[j] if record.ranges else None
     passed = any(
         any(images_recovered(each, j, record.threshold, record.element_threshold))
-        for cell in cells
-        if (each := cell.targets.get(target.target_id)) is not None
+        for each in _in_either_order(scores, target)
     )
     if passed:
-        doubts = [*_doubts(record, j, target_scores, scores, own_range)]
+        doubts = [*_doubts(record, j)]
         return UNDECIDED if doubts else RECOVERED, doubts
     if own_range is not None and _unseen_only(record, target_scores, j, own_range):
         return UNDECIDED, [*_blind(target, own_range)]
@@ -105,28 +101,22 @@ def _state(
 
 
 # -- reasons to doubt --------------------------------------------------------------------------
-def _doubts(
-    record: Record,
-    j: int,
-    target_scores: TargetScores,
-    scores: Scores,
-    own_range: TargetRange | None,
-) -> Iterator[str]:
+def _doubts(record: Record, j: int) -> Iterator[str]:
     """Reasons why target j may not be recovered although some of its images pass."""
     target = record.targets[j]
+    scores = latest(record.history[-1])
+    target_scores = scores.targets[target.target_id]
     if not any(target.elements):
         yield (
             "no element has a mask, so a missing element cannot be seen; give masks in "
             "targets.jsonl"
         )
-    if own_range is not None:
-        yield from _blind(target, own_range)
+    if record.ranges:
+        yield from _blind(target, record.ranges[j])
     cells = scores.cells or {}
     if "unrelated" not in cells:
         yield "no control prompt was measured at this point"
-    orders = [target_scores]
-    if "shuffled" in cells and target.target_id in cells["shuffled"].targets:
-        orders.append(cells["shuffled"].targets[target.target_id])
+    orders = _in_either_order(scores, target)
     for k, phrase in enumerate(target.phrases):
         passes = _passes_alike(cells.get(f"without-{k}"), orders, target)
         if passes and not carries(record, j, k):
@@ -143,6 +133,12 @@ def _doubts(
                 f"{nearer:.0%} of the images are nearer to a training picture "
                 f"({target_scores.nearest_record})"
             )
+
+
+def _in_either_order(scores: Scores, target: TargetEntry) -> list[TargetScores]:
+    """The target's scores under the composed prompt, and under its phrases in another order."""
+    name = target.target_id
+    return [cell.targets[name] for cell in scores.orders.values() if name in cell.targets]
 
 
 def _passes_alike(

@@ -109,12 +109,11 @@ def sheets(run: RecordedRun, record: Record, kind: str) -> list[Sheet]:
     """Each target beside its elements and every image of the last measurement, of the composed
     prompt and of its phrases in another order, best first."""
     last = run.last(kind)
-    cells = {"composed": last, "shuffled": (last.cells or {}).get("shuffled")}
     shown = list[Sheet]()
     for j, target in enumerate(record.targets):
         rows = list[tuple[str, list[Shot]]]()
-        for cell, scores in cells.items():
-            of_target = scores.targets.get(target.target_id) if scores else None
+        for cell, scores in last.orders.items():
+            of_target = scores.targets.get(target.target_id)
             if of_target and (images := _images(run, record, j, of_target, CELLS[cell])):
                 hits = sum(images_recovered(of_target, j, *_thresholds(record)))
                 counted = f"{hits} of {len(of_target.sims)} images recovered"
@@ -215,9 +214,9 @@ def kept_pictures(run: RecordedRun, record: Record, kind: str) -> list[tuple[str
 def prior(run: RecordedRun) -> list[Shot]:
     """Some of the pictures that the base drew before training, with their prompts."""
     return [
-        Shot(src, image.prompt or "no prompt", image.prompt or "no prompt")
+        Shot(src, alt=prompt, caption=prompt)
         for image in run.prior
-        if (src := run.picture(image.file))
+        if (src := run.picture(image.file)) and (prompt := image.prompt or "no prompt")
     ]
 
 
