@@ -142,7 +142,8 @@ class OwnUnions(Hook):
             if not self.elements:
                 self.look(SEEN[0])
             for target, numbers in SEEN[0].info.elements_of.items():
-                self.draw(step, target, list(numbers))
+                if len(numbers) > 2:  # two would be the whole
+                    self.draw(step, target, list(numbers))
 
     def look(self, others: Others) -> None:
         """Read the records of each element."""

@@ -75,6 +75,11 @@ def test_the_controls_keep_all_and_judge_by_other_elements(others, monkeypatch):
     assert not KEPT["t2"]
 
 
+def test_of_a_target_of_two_nothing_is_drawn(others, monkeypatch):
+    monkeypatch.setattr(others.info, "elements_of", {"t2": others.info.elements_of["t2"][:2]})
+    assert not drawn(others, monkeypatch, "none").drawn and not KEPT["t2"]
+
+
 def test_what_is_kept_takes_the_place_of_elements(others, monkeypatch):
     row = int(others.info.rows[others.info.elements_of["t2"][0]][0])
     record = others.load(row)
