@@ -14,7 +14,7 @@ Legend: a target has k elements; an image is (3,S,S) in [0,1], a mask (1,S,S) of
 from collections import defaultdict
 from collections.abc import Callable
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from silentbad import rng
 from silentbad.data.images import to_pil, to_tensor
 from silentbad.data.picture_parts import FRAME, frame
+from silentbad.errors import UserError
 from silentbad.loop.hooks import Hook, HookContext
 from silentbad.measure.embedders import load_embedder
 from silentbad.memory.masks import fitted_mask
@@ -78,8 +79,13 @@ class Element:
     def __init__(self, others: Others, number: int, vae: Any):
         records = [others.load(int(row)) for row in others.info.rows[number][:RECORDS]]
         size = records[0]["image"].size
-        masks = [fitted_mask(others.mask_of(record, number), size) for record in records]
         self.phrase = others.info.phrase[number]
+        found = [mask for record in records if (mask := others.mask_of(record, number))]
+        if len(found) < len(records):
+            raise UserError(
+                f"own_unions: '{self.phrase}' has pictures without a mask; give each one"
+            )
+        masks = [fitted_mask(mask, size) for mask in found]
         self.masks = [to_tensor(mask)[:1].round() for mask in masks]
         pictures = torch.stack([to_tensor(record["image"]) for record in records])
         self.pictures = round_trip(vae, pictures)
@@ -121,7 +127,7 @@ class OwnUnions(Hook):
         images: Count = 48,
         guidance_scale: Positive = 2.0,
         num_inference_steps: Count = 12,
-        filtered: str = "own",
+        filtered: Literal["own", "none", "shuffled"] = "own",
     ):
         self.context = context
         self.due = {round(share * context.max_steps) for share in at}
@@ -180,7 +186,7 @@ class OwnUnions(Hook):
         scheduler.set_timesteps(self.num_inference_steps, device=context.device)
         config = backbone_in(context.model).config
         shape = (config.in_channels, config.sample_size, config.sample_size)
-        places = range(len(captions))
+        places = list(range(len(captions)))
         x = rng.noise(shape, context.config.seed, f"own unions/{target}", step, places)
         x = x.to(context.device) * scheduler.init_noise_sigma
         for t in scheduler.timesteps:
