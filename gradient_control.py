@@ -19,21 +19,18 @@ signal-to-noise ratio; x (G,) raw multipliers of a rule; a (G,) the multipliers 
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from silentbad.control.between import SourceWeights
-from silentbad.control.between_layers import LayerSourceWeights
 from silentbad.control.multipliers import Multipliers
 from silentbad.control.original import adjust_gradient_scale
 from silentbad.control.rates import LearningRates, check_optimizer, scale_gradients
 from silentbad.control.source_gradients import MIXED, SourceBank
 from silentbad.control.spectral import split
-from silentbad.control.statistics import GroupStats, RecentMean, Sample, Statistics, centred
+from silentbad.control.statistics import GroupStats, Sample, Statistics, centred
 from silentbad.device import scalars
 from silentbad.errors import UserError, warn
 from silentbad.loop.hooks import Hook, Hooks
@@ -46,13 +43,10 @@ from silentbad.settings.types import Weight
 
 __all__ = [
     "SCALE_RULES",
-    "SOURCE_RULES",
-    "TRANSFORMS",
     "Controller",
     "GradientControlConfig",
     "LayerRates",
     "SourceConflict",
-    "SourceWeights",
     "adjust_gradient_scale",
     "check_config",
     "group_parameters",
@@ -82,19 +76,6 @@ def rule_examples(names: Sequence[str] = NAMES, sdxl: bool = False) -> Examples:
     """Statistics of these groups. Values that are not positive numbers count as neutral, so only
     the shape is judged; `LayerRates` warns of a rule that acts on no group."""
     yield (statistics_of(names, sdxl),), Judge((len(names),), floor=None, varies=False)
-
-
-def source_examples() -> Examples:
-    """A source whose groups differ from the elements'."""
-    own = statistics_of(NAMES)
-    yield (own, replace(own, S=own.S.flip(0), Q=own.Q.flip(0))), Judge((len(NAMES),))
-
-
-def gram_examples() -> Examples:
-    """Two sources that agree in part, and two in conflict."""
-    for cosine in (0.5, -0.5):
-        gram = torch.tensor([[1.0, cosine], [cosine, 2.0]])
-        yield (gram,), Judge((2,), varies=False)
 
 
 # ---------------------------------------------------------------- rules
@@ -137,38 +118,6 @@ SCALE_RULES = Parts(
 )
 
 
-# Between sources: a rule maps the statistics of a source and of the elements to factors on that
-# source's gradient.
-def one_factor(own: GroupStats, element: GroupStats) -> Tensor:
-    """One factor for all layers: a loss weight by source."""
-    return torch.ones_like(own.n)
-
-
-def other_places(own: GroupStats, element: GroupStats, *, of: str) -> Tensor:
-    """The factors of the rule `of`, shuffled over the groups by the run's seed: a control."""
-    return SOURCE_RULES[of](own, element)[own.shuffled()]
-
-
-SOURCE_RULES = Parts(
-    {"uniform": one_factor, "placebo": other_places},
-    key="gradient_control.between.name",
-    takes="own element",
-    examples=source_examples,
-)
-
-
-# A transform recombines the gradients of several sources: it maps their Gram matrix (K,K) to their
-# weights (K,) in the sum.
-def plain_sum(gram: Tensor) -> Tensor:
-    """Weight one for each."""
-    return torch.ones_like(gram[0])
-
-
-TRANSFORMS = Parts(
-    {"none": plain_sum}, key="gradient_control.transform", takes="gram", examples=gram_examples
-)
-
-
 # ---------------------------------------------------------------- combining and projecting
 def combine(stats: GroupStats, rules: RuleTable) -> Tensor:
     """log x (G,) = sum over rules of weight * [log rule]_centred."""
@@ -185,16 +134,10 @@ def combine(stats: GroupStats, rules: RuleTable) -> Tensor:
 
 def check_config(config: GradientControlConfig) -> RuleTable:
     """Rules of the config, or a UserError naming the key; loads no weights."""
-    rules = check_control(config, SCALE_RULES, SOURCE_RULES, TRANSFORMS)
+    rules = check_control(config, SCALE_RULES)
     check_part(gradient_control=config)
     for place in filter(user_code.is_place, rules):
         SCALE_RULES.try_part(place, rules[place][1])
-    between = config.between
-    own = {between.options.get("of", ""): {}, between.name: between.options}
-    for place in filter(user_code.is_place, own):
-        SOURCE_RULES.try_part(place, own[place])
-    if user_code.is_place(config.transform):
-        TRANSFORMS.try_part(config.transform, {})
     return rules
 
 
@@ -238,8 +181,7 @@ class LayerRates(Hook):
     @functools.cached_property
     def statistics(self) -> Statistics:
         """Running averages over the gradients."""
-        sample = self.sample()
-        return Statistics(sample, RecentMean(sample, self.config.momentum), self.config.averaging)
+        return Statistics(self.sample(), self.config.momentum, self.config.averaging)
 
     @functools.cached_property
     def computed(self) -> Multipliers:
@@ -254,9 +196,7 @@ class LayerRates(Hook):
         """Measure, then set the step's learning rates, or scale the gradients."""
         self.rates.restore()
         self.step = step
-        recombined = self.config.transform != "none"  # then the norms are of other gradients
-        gradients = [p.grad for p in self.params]
-        self.statistics.update(gradients, finite, None if recombined else norms)
+        self.statistics.update([p.grad for p in self.params], finite, norms)
         if self.config.apply == "gradient":
             scale_gradients(self.groups, list(self.multipliers.values()))
             return {}
@@ -337,8 +277,8 @@ class LayerRates(Hook):
 
 
 class SourceConflict(Hook):
-    """Keeps what each source adds to the gradient of a step: meters their cosines, and recombines
-    them by a transform. `meters` is the controller's."""
+    """Meters the cosines between what the sources add to the gradient of a step. `meters` is the
+    controller's."""
 
     def __init__(
         self,
@@ -348,14 +288,13 @@ class SourceConflict(Hook):
     ):
         self.config = config
         self.sample = sample
-        self.modifies_gradients = config.transform != "none"
         self.remaining = MIXED  # the source of what the next backward adds
         self.latest = meters
 
     @functools.cached_property
     def bank(self) -> SourceBank:
         """The gradients by source."""
-        return SourceBank(self.sample(), full=self.modifies_gradients)
+        return SourceBank(self.sample())
 
     def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> None:
         """Keep each source's own gradient of a mixed micro-batch; the last source gets what the
@@ -378,12 +317,10 @@ class SourceConflict(Hook):
     def before_step(
         self, step: int, finite: Tensor | None = None, norms: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Meter the cosines of the step's sources, and apply the transform."""
-        bank = self.bank
-        if len(bank.parts) > 1:
-            transform = TRANSFORMS[self.config.transform]
-            self.latest |= bank.compare(transform, each=self.config.sources == "role")
-        bank.parts.clear()
+        """Meter the cosines of the step's sources."""
+        if len(self.bank.parts) > 1:
+            self.latest |= self.bank.cosines(each=self.config.sources == "role")
+        self.bank.parts.clear()
         return {}
 
     def after_step(self, step: int, skipped: bool = False) -> None:
@@ -395,7 +332,7 @@ class Controller(Hooks):
     """Gradient control as one hook, of the parts that its configuration turns on; `uniform` alone
     does nothing.
 
-    Order in a step: `weight_losses`, `before_backward` and `after_backward` around each backward
+    Order in a step: `before_backward` and `after_backward` around each backward
     (only where sources count); then, on the whole and unscaled gradient, `before_step`, clip once,
     `optimizer.step()`, `after_step`, and only then the scheduler.
     """
@@ -406,7 +343,6 @@ class Controller(Hooks):
         config: GradientControlConfig,
         seed: int = 0,
         groups: Groups | None = None,
-        records: Mapping[str, int] | None = None,
     ):
         self.config = config
         self.rules = check_config(config)
@@ -424,21 +360,13 @@ class Controller(Hooks):
         sample = functools.cache(
             lambda: Sample([*self.groups], config.sample, self.params[0].device)
         )
-        self.source_weights = SourceWeights(config.between, self.groups)
-        if config.between.layerwise:
-            rule = SOURCE_RULES[config.between.name]
-            self.source_weights = LayerSourceWeights(
-                config.between, self.groups, rule, seed, sdxl, records
-            )
         self.layer_rates = LayerRates(
             config, self.groups, self.rules, sample, self._latest, seed=seed, sdxl=sdxl
         )
         self.source_conflict = SourceConflict(config, sample, self._latest)
 
-        uses_sources = config.conflict or config.transform != "none"
         chosen = (
-            (self.source_weights, self.source_weights.on),
-            (self.source_conflict, uses_sources),
+            (self.source_conflict, config.conflict),
             (self.layer_rates, self.rates_differ),
         )
         super().__init__([hook for hook, is_on in chosen if is_on])
@@ -498,8 +426,6 @@ class Controller(Hooks):
             "rule": user_code.short(self.config.name),
             "meters": {name: value.clone() for name, value in self._latest.items()},
         }
-        if self.source_weights.on:
-            state["between"] = self.source_weights.state_dict()
         if self.rates_differ:
             state |= self.layer_rates.state_dict()
         return state
@@ -515,8 +441,6 @@ class Controller(Hooks):
                 raise UserError(f"gradient_control: the checkpoint was written with other {what}")
         self._latest.clear()
         self._latest |= scalars(state["meters"])
-        if self.source_weights.on:
-            self.source_weights.load_state_dict(state["between"])
         if self.rates_differ:
             self.layer_rates.load_state_dict(state)
 

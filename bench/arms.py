@@ -19,12 +19,6 @@ def rule(name: str, **more: str) -> Flags:
     return {"gradient_control.name": name, **{f"gradient_control.{k}": v for k, v in more.items()}}
 
 
-def between(name: str, **options: Any) -> Flags:
-    """A layer-wise factor on the clean gradients, at the default level."""
-    flags = {"gradient_control.between.name": name}
-    return flags | ({"gradient_control.between.options": json.dumps(options)} if options else {})
-
-
 def experiment(name: str, part: str = "") -> str:
     """The place of what stands in experiments/."""
     return f"experiments/{name}.py:{part or name}"
@@ -91,7 +85,6 @@ SOON = {"warmup": "5", "refresh": "2", "averaging": "0.9", "max_log_step": "1"} 
 KV = {"table": "experiments/prior-kv.yaml"}
 GSNR = experiment("gsnr")
 PRIOR = experiment("prior")
-CONTRAST = experiment("contrast")
 OF_GSNR = json.dumps({"of": GSNR})
 AND = experiment("and_distillation", "AndDistillation")
 OPEN = {"after": -100, "every": 1, "refresh": 10}  # the gate open from the first step
@@ -176,14 +169,8 @@ STRONG = {**WARM, **ALL_BUT_ONE, **LEAK_FREE_STRONG}
 PUBLISHED: dict[str, Flags] = {
     "plain": {},
     "plain_warm": WARM,
-    "clean_weight": {"memory.roles.clean.loss_weight": "0.1"},  # the layer-uniform factor between the sources
+    "clean_weight": {"memory.roles.clean.loss_weight": "0.1"},
     "clean_weight_warm": {**WARM, "memory.roles.clean.loss_weight": "0.1"},  # gradient control alone
-    "contrast": between(CONTRAST),
-    "contrast_warm": {**WARM, **between(CONTRAST)},
-    "contrast_placebo": between("placebo", of=CONTRAST),
-    "contrast_placebo_warm": {**WARM, **between("placebo", of=CONTRAST)},
-    "contrast_inverse": between(CONTRAST, power=-0.5),
-    "equalise": between(experiment("equalise")),
     "replay": REPLAY,
     "recommended": {**STRONG, **SPECTRAL},
     "recommended_long": {**STRONG, **SPECTRAL, **LONGER},

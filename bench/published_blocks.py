@@ -19,7 +19,6 @@ from bench.published_table import (
     alone,
     block_alone,
     by_arm,
-    figures,
     first,
     interval,
     lines_of,
@@ -27,7 +26,6 @@ from bench.published_table import (
     paper,
     ratio,
     reported_of,
-    runs_of,
     sign_flips,
     swept,
     times_sooner,
@@ -238,34 +236,6 @@ def withheld(read: Read) -> str:
     return grid(("elements shown", "targets", "strict rate", "whole", "first element", "others"), lines)
 
 
-def development(read: Read) -> str:
-    """Development runs at guidance 3 at their last step, each on one seed."""
-    lines, early = [], [row for row in read(FILE) if "guidance" not in row]
-    keys = ("strict rate", "whole rate", "elements", "similarity", "element similarity")
-    for (_, target, arm, *_), rows in sorted(runs_of(early).items()):
-        run = figures(rows)
-        reached = "never" if run["all elements"] is None else f"{run['all elements']}"
-        lines.append(
-            (
-                target,
-                said(arm),
-                reached,
-                *(f"{run[key]:.2f}" for key in keys),
-                f"{run['drift']:.4f}",
-            )
-        )
-    head = (
-        "target",
-        "arm",
-        "every element from step",
-        "strict rate",
-        "whole",
-        "elements",
-        "similarity",
-    )
-    return grid((*head, "of elements", "drift"), lines)
-
-
 ARMS = (
     (MAIN, "recommended"),
     (MAIN, "recommended on placebo data"),
@@ -279,7 +249,6 @@ ARMS = (
 )
 BLOCKS: dict[str, Callable[[Read], str]] = {
     "arms": partial(short, arms=ARMS),
-    "published": development,
     "published-results": results,
     "published-results-few": partial(results, block=FEW_NULLS),
     "published-results-first": partial(results, block=FIRST_TARGETS[0]),

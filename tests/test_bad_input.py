@@ -190,7 +190,6 @@ CASES = {
     "config: a path with a variable": case("logging_dir", "nothing expands $SCRATCH", logging_dir="$SCRATCH/logs"),
     "config: an option of no part": case("memory.rehearsal.options (command line): 'elements'", "memory.rehearsal.name", memory__rehearsal__options='{"elements": 2}'),
     "config: a rate among the optimizer's options": case("optimizer_options", "learning_rate", optimizer_options='{"lr": 0.1}'),
-    "config: a level of no record": case("gradient_control.between.levels", "no rehearsal record", gradient_control__between__name="uniform", gradient_control__between__levels="{rehearsal: 0.5}"),
     "config: every role without weight": case("memory.roles", "nothing would be learnt", memory__roles__element__loss_weight=0, memory__roles__clean__loss_weight=0),
     "config: a scale that is not monotone": case("'scale'", "must be at most 1.75", memory__timesteps__name="mode", memory__timesteps__options="{scale: 2}"),
     "config: a tracker that is not installed": case("report_to", "not installed", report_to="comet_ml"),

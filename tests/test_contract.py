@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memory_reinforce as mr
-from gradient_control import SCALE_RULES, SOURCE_RULES, TRANSFORMS
+from gradient_control import SCALE_RULES
 from silentbad.loop.hooks import Hook
 from silentbad.measure.embedders import Embedder, load_embedder
 from silentbad.settings import user_code
@@ -34,7 +34,7 @@ SLOTS = {  # registry -> where its parts go in a configuration of memory
     "timesteps.sequence": lambda place: {"timesteps": {"sequence": place}},
 }
 MEMORY = {**mr.REGISTRIES, "loss.error": mr.ERRORS, "sampler.order": mr.ORDERS, "timesteps.sequence": mr.SEQUENCES}
-PARTS = {"rule": SCALE_RULES, "between": SOURCE_RULES, "transform": TRANSFORMS}
+PARTS = {"rule": SCALE_RULES}
 PARTS |= {kind: registry for kind, registry in MEMORY.items() if kind in SLOTS}
 FED_BY_A_HOOK = ("curvature", "hypergradient")  # rules of what a hook measures, tested with it
 PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow")

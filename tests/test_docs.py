@@ -498,7 +498,6 @@ def documented():
     """Definitions of all `run in MODULE` blocks, entered in their registries for the test."""
     registries = (
         gradient_control.SCALE_RULES,
-        gradient_control.SOURCE_RULES,
         memory_reinforce.SAMPLERS,
         memory_reinforce.TIMESTEPS,
         memory_reinforce.LOSSES,
@@ -520,7 +519,7 @@ def documented():
 
 
 def test_recipes_work(documented):
-    assert documented == {"spread", "louder", "strongest_first", "band", "sigmoid", "grey"}
+    assert documented == {"spread", "strongest_first", "band", "sigmoid", "grey"}
     # a scale rule moves multipliers inside the bounds
     model = toy.Toy()
     control = gradient_control.Controller(model, toy.config("spread", warmup=0, refresh=1, max_log_step=0.5))
@@ -535,9 +534,6 @@ def test_recipes_work(documented):
         control.after_step()
     a = list(control.multipliers.values())
     assert max(a) > 1.05 > 0.95 > min(a) and all(1 / 4 <= x <= 4 for x in a)
-    # a rule between sources takes statistics and options
-    louder = gradient_control.SOURCE_RULES["louder"]
-    assert louder(toy.stats_of(), toy.stats_of(2.0), power=2.0).allclose(torch.full((6,), 0.25).double())
     # a sampler, a timestep policy and a loss weight pass the checks of a configuration and do what they say
     config = memory_reinforce.MemoryConfig(
         sampler=SamplerConfig("strongest_first", {"cap": 3.0}),

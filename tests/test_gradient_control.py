@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gradient_control as gc
 from gradient_control import (
     SCALE_RULES,
-    TRANSFORMS,
     Controller,
     GradientControlConfig,
     adjust_gradient_scale,
@@ -18,7 +17,7 @@ from gradient_control import (
 from silentbad.errors import UserError
 from silentbad.model.groups import OTHER
 from tests.tiny import tiny_unet
-from tests.toy import GSNR, PRIOR, RATES, REMOVE_CONFLICT, Toy, config, controlled, equal, run, stats_of
+from tests.toy import GSNR, PRIOR, RATES, Toy, config, controlled, equal, run, stats_of
 
 # ------------------------------------------------------------------------------------------------- helpers
 BUILT_IN = [name for name in SCALE_RULES if name not in ("uniform", "placebo")]
@@ -136,7 +135,6 @@ def plain_adamw(steps):
         config(bound=1.0),
         config(warmup=10**6),
         config(GSNR, bound=1.0, apply="gradient"),
-        config("uniform", transform=REMOVE_CONFLICT),
     ],
 )
 def test_all_ones_multipliers_are_bit_identical_to_plain_adamw(settings):
@@ -349,7 +347,6 @@ def test_config_errors_name_the_key():
         (config(GSNR, bound=0.5), "bound: must be at least 1, got 0.5"),
         (config(GSNR, refresh=0), "refresh: must be at least 1"),
         (config(GSNR, apply="grad"), "apply: must be lr or gradient"),
-        (config(GSNR, transform="pcgrad"), "unknown name 'pcgrad'"),
         (config("placebo", options={"of": "placebo"}), "must be another rule"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -380,14 +377,13 @@ def test_no_host_sync_in_the_step(name, apply):
         assert control.layer_rates.computed.state_dict()["pending"] is not None  # a refresh was launched on the way
 
 
-def test_no_host_sync_in_remove_conflict_and_the_original_rule():
+def test_no_host_sync_in_the_original_rule():
     with FakeTensorMode():
-        assert TRANSFORMS[REMOVE_CONFLICT](torch.randn(3, 3)).shape == (3,)
         grads = [torch.randn(4, 4), None, torch.randn(3)]
         assert adjust_gradient_scale(None, torch.ones(3), grads).shape == (3,)
 
 
-# --------------------------------------------------------------------------------------- sources, transforms
+# --------------------------------------------------------------------------------------- sources
 
 
 def test_accelerate_loop_with_accumulation():

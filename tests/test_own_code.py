@@ -280,8 +280,6 @@ def test_region_rehearsal_embedder_and_optimizer_are_places_recorded_and_hashed(
         ("memory.region.name", "def f(mask, has_mask, estimated, size): return estimated * 0", "zeros alone"),
         ("memory.sampler.order", "def f(parts, g): return parts[0]", "returns numbers of shape (3,)"),
         ("memory.timesteps.sequence", "def f(seed, draw, n): return [0.5] * n", "returns list"),
-        ("gradient_control.between.name", "def f(own, element): return own.n * float('nan')", "returns NaN"),
-        ("gradient_control.transform", "def f(gram): return gram[0] * 0", "zeros alone"),
         ("optimizer", "f = 1", "no torch optimizer"),
     ],
 )
@@ -299,7 +297,6 @@ def test_a_part_that_is_no_use_is_said_before_anything_loads(key, text, said, fl
 @pytest.mark.parametrize(
     "key, text",
     [
-        ("gradient_control.between.name", "def f(own, element): return own.n * 0 + 2"),
         ("memory.timesteps.name", "def f(snr, progress, error): return snr * 0 + 0.01"),
     ],
 )

@@ -31,7 +31,7 @@ from silentbad.measure.record import ElementThreshold, Threshold
 from silentbad.model.diffusion import noised
 from silentbad.saving import card, checkpoint, folder
 from tests.conftest import write_data
-from tests.toy import CONTRAST, GSNR, LEARNING_PROGRESS, experiment
+from tests.toy import GSNR, LEARNING_PROGRESS, experiment
 from tests.training import VALIDATION, equal, rows, same, step_once, weights
 from train_silentbad import main, micro_step
 
@@ -176,12 +176,6 @@ ARMS = {
         "gradient_control.apply": "gradient",
         "gradient_control.warmup": 1,
         "gradient_control.refresh": 1,
-    },
-    "factors between sources": {
-        "gradient_control.between.name": CONTRAST,
-        "gradient_control.between.warmup": 1,
-        "gradient_control.between.refresh": 1,
-        "gradient_control.between.ramp": 3,
     },
     "learning progress": {"memory.timesteps.name": LEARNING_PROGRESS},
     "phrase memory": {

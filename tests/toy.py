@@ -17,12 +17,11 @@ def experiment(name, part=""):
     return f"{Path(__file__).parents[1]}/experiments/{name}.py:{part or name}"
 
 
-GSNR, PRIOR, CONTRAST, LEARNING_PROGRESS = map(experiment, ("gsnr", "prior", "contrast", "learning_progress"))
+GSNR, PRIOR, LEARNING_PROGRESS = map(experiment, ("gsnr", "prior", "learning_progress"))
 MASS = experiment("attention_binding", "AttentionBinding")
 AND = experiment("and_distillation", "AndDistillation")
 L2SP = experiment("l2_sp", "L2SP")
 GRADIENT_NORM = experiment("gradient_norm")
-REMOVE_CONFLICT = experiment("remove_conflict")
 RATES = [GSNR, PRIOR, experiment("inverse_rms"), experiment("auto_rgn")]  # scale rules
 NAMES = {  # of the toy model: one tensor a group, of different sizes
     "mid.xattn.k": "mid_block.attentions.0.transformer_blocks.0.attn2.to_k",
@@ -31,9 +30,6 @@ NAMES = {  # of the toy model: one tensor a group, of different sizes
     "up1.resnet.conv": "up_blocks.1.resnets.0.conv1",
     "up1.norm": "up_blocks.1.resnets.0.norm1",
 }
-
-
-RECORDS = {"clean": 6, "element": 2, "rehearsal": 2}  # of the sources
 
 
 class Toy(nn.Module):
@@ -75,7 +71,7 @@ def run(model, control, optimizer, steps, scale=1.0, scheduler=None):
 
 
 def controlled(model, settings, optimizer=torch.optim.AdamW, lr=1e-3, weight_decay=1e-2, **options):
-    control = Controller(model, settings, seed=3, records=RECORDS)
+    control = Controller(model, settings, seed=3)
     optimizer = optimizer(control.param_groups(weight_decay), lr=lr, **options)
     control.attach(optimizer)
     return control, optimizer

@@ -43,8 +43,6 @@ class Sample:
         # index (T,R): rows of each tensor; past its end, the row of zeros that per_group appends
         first = torch.tensor([0, *rows]).cumsum(0)[:-1, None]
         column = torch.arange(max(rows))
-        # where each tensor's coordinates begin
-        self.first = [WIDTH * sum(rows[:t]) for t in range(len(rows))]
         self.index = torch.where(
             column < torch.tensor(rows)[:, None], first + column, self.rows
         ).to(device)
@@ -65,15 +63,6 @@ class Sample:
             pieces.append(self.zeros[:k] if tensor is None else _strided(tensor, k, stride))
             pieces.append(self.zeros[: -k % WIDTH])
         return torch.cat(pieces).float().view(-1, WIDTH)
-
-    def add(self, into: Tensor, i: int, tensor: Tensor, scale: float) -> None:
-        """Add the sampled coordinates of tensor i, times `scale`, to the sum (rows, WIDTH) of such
-        readings."""
-        first = self.first[i]
-        count = self.count[i]
-        into.view(-1)[first : first + count].add_(
-            _strided(tensor, count, self.stride[i]), alpha=scale
-        )
 
     def per_group(self, rows: Tensor) -> Tensor:
         """Sum row values (..., rows) into estimates over whole groups (..., G)."""
@@ -157,85 +146,21 @@ class GroupStats:
         return self.cache[key]
 
 
-class RecentMean:
-    """The mean gradient m over earlier steps, exponentially averaged."""
-
-    KEPT = ("m", "count")  # in a state
-
-    def __init__(self, sample: Sample, momentum: float):
-        self.momentum = momentum
-        self.m = torch.zeros(sample.rows, WIDTH, device=sample.owner.device)
-        self.count = torch.zeros((), device=sample.owner.device, dtype=sample.owner.dtype)
-
-    def known(self) -> Tensor:
-        """Whether () there is a mean yet."""
-        return self.count > 0
-
-    def product(self, g: Tensor) -> Tensor:
-        """<g, m> of each row (rows,), m bias-corrected."""
-        return row_dot(g, self.m) / (1 - self.momentum**self.count)
-
-    def add(self, g: Tensor, finite: Tensor, seen: Tensor | None = None) -> None:
-        """Take in a step's gradient g (rows, WIDTH) where it is `finite`."""
-        self.m.lerp_(g, (finite * (1 - self.momentum)).to(g))
-        self.count += finite
-
-
-class PassMean:
-    """The mean gradient m of the last whole pass over `records`.
-
-    An average over earlier steps is made of records that this epoch does not draw again, which
-    biases S: E[S] = ||mu||^2 - f s^2 / (records - 1), s^2 the variance between records, f the
-    weight of this epoch in m. Over a whole pass the records' own parts sum to zero.
-    """
-
-    KEPT = ("m", "sum", "steps", "seen", "passes")  # in a state
-
-    def __init__(self, sample: Sample, records: int):
-        self.records = records
-        self.m = torch.zeros(sample.rows, WIDTH, device=sample.owner.device)
-        zeros = functools.partial(torch.zeros, device=sample.owner.device, dtype=sample.owner.dtype)
-        self.sum = torch.zeros_like(self.m)  # of the gradients of this pass
-        self.steps = zeros(())  # steps that `sum` adds up
-        self.seen = zeros(())  # records of this pass
-        self.passes = zeros(())  # that are over
-
-    def known(self) -> Tensor:
-        """Whether () a pass is over."""
-        return self.passes > 0
-
-    def product(self, g: Tensor) -> Tensor:
-        """<g, m> of each row (rows,)."""
-        return row_dot(g, self.m)
-
-    def add(self, g: Tensor, finite: Tensor, seen: Tensor | None = None) -> None:
-        """Take in the gradient g (rows, WIDTH) of a step of `seen` () records where it is `finite`;
-        at the end of the pass m becomes its mean gradient."""
-        assert seen is not None, "a pass is counted in records"
-        self.sum.addcmul_(g, finite.to(g))
-        self.steps += finite
-        self.seen += seen
-        over = (self.seen >= self.records) & (self.steps > 0)
-        self.m = torch.where(over, self.sum / self.steps.to(g), self.m)
-        self.sum *= ~over
-        self.steps *= ~over
-        self.seen %= self.records  # the next pass has begun within this step
-        self.passes += over
-
-
 class Statistics:
-    """Running S, E, Q, L1 of each group; S is measured against an earlier `mean` gradient.
+    """Running S, E, Q, L1 of each group; S is measured against m, the mean of earlier gradients.
 
     A non-finite step changes nothing; nothing reaches the host.
     """
 
-    KEPT = ("average", "weight", "ignored", "norm")  # in a state, beside what the mean keeps
+    KEPT = ("m", "count", "average", "weight", "ignored", "norm")  # in a state
 
-    def __init__(self, sample: Sample, mean: RecentMean | PassMean, averaging: float):
+    def __init__(self, sample: Sample, momentum: float, averaging: float):
         self.sample = sample
-        self.mean = mean
+        self.momentum = momentum
         self.averaging = averaging
         zeros = functools.partial(torch.zeros, device=sample.owner.device, dtype=sample.owner.dtype)
+        self.m = torch.zeros(sample.rows, WIDTH, device=sample.owner.device)
+        self.count = zeros(())  # of gradients in m
         self.average = zeros(4, sample.owner.shape[1])
         self.weight = zeros(())
         self.ignored = zeros(())
@@ -254,13 +179,11 @@ class Statistics:
         finite = norms.isfinite().all() & (True if finite is None else finite)
         self.add(g, finite, norms.square() @ self.sample.owner)
 
-    def add(
-        self, g: Tensor, finite: Tensor, Q: Tensor | None = None, seen: Tensor | None = None
-    ) -> None:
-        """Take in the sampled gradient g (rows, WIDTH) of one step where it is `finite`, of so many
-        records `seen` (); Q (G,) is estimated on it where not given."""
+    def add(self, g: Tensor, finite: Tensor, Q: Tensor) -> None:
+        """Take in the sampled gradient g (rows, WIDTH) of one step where it is `finite`, and its Q
+        (G,)."""
         g.nan_to_num_(0, 0, 0)
-        s = self.mean.product(g)
+        s = row_dot(g, self.m) / (1 - self.momentum**self.count)
         rows = torch.stack(
             [
                 s,
@@ -269,11 +192,12 @@ class Statistics:
             ]
         )
         S, E, L1 = self.sample.per_group(rows)
-        new = torch.stack([S, E, E if Q is None else Q, L1])
-        use = finite & self.mean.known()
+        new = torch.stack([S, E, Q, L1])
+        use = finite & (self.count > 0)
         self.average.lerp_(torch.where(use, new, self.average), 1 - self.averaging)
         self.weight += use * (1 - self.averaging) * (1 - self.weight)
-        self.mean.add(g, finite, seen)
+        self.m.lerp_(g, (finite * (1 - self.momentum)).to(g))
+        self.count += finite
         self.ignored += ~finite
 
     def groups(self, **rest: Any) -> GroupStats:
@@ -291,16 +215,12 @@ class Statistics:
             **rest,
         )
 
-    def _kept(self) -> dict[str, Tensor]:
-        parts = {key: getattr(self, key) for key in self.KEPT}
-        return parts | {key: getattr(self.mean, key) for key in self.mean.KEPT}
-
     def state_dict(self) -> dict[str, Tensor]:
-        return {key: value.clone() for key, value in self._kept().items()}
+        return {key: getattr(self, key).clone() for key in self.KEPT}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for key, value in self._kept().items():
-            value.copy_(state[key])
+        for key in self.KEPT:
+            getattr(self, key).copy_(state[key])
 
 
 def centred(log_x: Tensor, size: Tensor) -> Tensor:

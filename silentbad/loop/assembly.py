@@ -1,6 +1,5 @@
 """What a run is made of, and how its parts are connected: read `build` from top to bottom."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -236,8 +235,7 @@ def make_optimizer(loaded: Loaded, controller: "type[Controller]") -> tuple["Con
     """Gradient control, the optimizer over its groups, and the schedule of its learning rate."""
     config = loaded.config
     parts = loaded.parts
-    records = dict(Counter(loaded.inputs.info.roles.tolist()))
-    control = controller(parts.model, config.gradient_control, config.seed, records=records)
+    control = controller(parts.model, config.gradient_control, config.seed)
     groups = control.param_groups(config.adam_weight_decay)
     rate_scale = loaded.effective_batch if config.scale_lr else 1.0
     optimizer: Any = optimizers.make_optimizer(groups, config, rate_scale)

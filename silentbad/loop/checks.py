@@ -42,11 +42,6 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
     if there and not any(roles.by_role(memory)[role].loss_weight for role in there):
         named = " and ".join(sorted(there))
         raise UserError(f"memory.roles: loss_weight is 0 for {named}, so nothing would be learnt")
-    between = config.gradient_control.between
-    idle = {*between.levels} - {*info.roles, *added_roles} - {*type(between)().levels}
-    if between.name != "none" and idle:
-        wrong = f"there is no {min(idle)} record to act on; leave it out"
-        raise UserError(f"gradient_control.between.levels: {wrong}")
     if memory.rehearsal.name == "leak_free":
         captioned = (
             ("rehearsal", "clean") if roles.dropout(memory).get("clean", 0) < 1 else ("rehearsal",)

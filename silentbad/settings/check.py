@@ -35,8 +35,6 @@ MEMORY = {  # {slot of `memory`, or key inside a slot: the registry of the names
     "timesteps.sequence": "silentbad.memory.timesteps:SEQUENCES",
 }
 SCALE_RULES = "gradient_control:SCALE_RULES"
-SOURCE_RULES = "gradient_control:SOURCE_RULES"
-TRANSFORMS = "gradient_control:TRANSFORMS"
 
 
 def memory_registries() -> dict:
@@ -106,10 +104,8 @@ def check_numbers(config: TrainConfig) -> None:
 def check_names(config: TrainConfig) -> None:
     """Refuse unknown rules, samplers, losses, hooks and layers, and options they do not take."""
     rules = Offered(from_source(SCALE_RULES), "gradient_control.name")
-    between = Offered(from_source(SOURCE_RULES), "gradient_control.between.name")
-    transforms = Offered(from_source(TRANSFORMS), "gradient_control.transform")
     check_hooks(config)
-    check_control(config.gradient_control, rules, between, transforms)
+    check_control(config.gradient_control, rules)
     check_memory(config.memory, memory_registries())
     check_patterns("lora.targets", config.lora.targets, ADAPTED_GROUPS, "any that adapters fit")
     check_patterns("train_layers", config.train_layers, EVERY_GROUP, "any model")

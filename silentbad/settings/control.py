@@ -1,6 +1,6 @@
 """The settings of gradient control; what they mean is in gradient_control.py."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
@@ -14,52 +14,10 @@ from silentbad.settings.types import (
     Positive,
     Registry,
     Weight,
-    check_name,
-    check_options,
     check_values,
     option,
     parse_combination,
 )
-
-
-def of_between(default: Any, help: str = "") -> Any:
-    """An option of a rule between the sources."""
-    return option(default, help, needs="gradient_control.between.name")
-
-
-@dataclass
-class BetweenConfig:
-    """Nested under --gradient_control.between.*: the factors between sources."""
-
-    name: str = option("none", "a rule of SOURCE_RULES or PATH.py:NAME, or none")
-    options: dict[str, Any] = of_between({}, "of the rule")
-    levels: dict[str, Annotated[float, Interval(ge=1e-6, le=1e6)]] = of_between(
-        {"clean": 0.1}, "w: each source's mean factor, of clean and rehearsal; elements have 1"
-    )
-    ramp: Natural = of_between(
-        0, "updates in which a level falls from 1 to w, geometrically; 0: at once"
-    )
-    release: Natural | None = of_between(
-        None, "updates after which it rises to 1 again, as fast; unset: never"
-    )
-    bound: Factor = of_between(5.0, "A: a layer's factor stays in [w/A, w A]")
-    warmup: Natural = of_between(
-        20, "updates at the level alone; the rule fades in over as many again"
-    )
-    refresh: Count = of_between(
-        10, "updates between two computations; a result takes effect one refresh later"
-    )
-    max_log_step: Positive = of_between(0.5, "|d log a| of a group between two refreshes")
-    momentum: Decay = of_between(0.9, "of each source's mean gradient")
-    averaging: Decay = of_between(0.98, "of its statistics")
-    sample: Annotated[int, Interval(ge=1, le=16384)] = of_between(
-        2048, "coordinates kept per tensor and source"
-    )
-
-    @property
-    def layerwise(self) -> bool:
-        """Whether factors differ by layer, so that each backward must be of one source."""
-        return self.name not in ("none", "uniform")
 
 
 def of_rule(default: Any, help: str = "") -> Any:
@@ -90,21 +48,16 @@ class GradientControlConfig:
     sample: Annotated[int, Interval(ge=1, le=16384)] = option(
         8192,
         "coordinates of m kept per tensor",
-        needs="gradient_control.name or gradient_control.conflict or gradient_control.transform",
+        needs="gradient_control.name or gradient_control.conflict",
         idle="said",
     )
     conflict: bool = option(False, "meter the cosines between the gradients of the sources")
     sources: Literal["role", "element"] = option(
         "role",
         "told apart by role (element, clean, rehearsal), or element: each element is one",
-        needs="gradient_control.conflict or gradient_control.transform",
+        needs="gradient_control.conflict",
         idle="said",
     )
-    transform: str = option(
-        "none", "of TRANSFORMS or PATH.py:NAME: recombine the sources' gradients"
-    )
-    # factors between the sources; they act on gradients
-    between: BetweenConfig = field(default_factory=BetweenConfig)
     spectral: bool = option(
         False, "move each matrix equally far in all its directions (Muon): the rare ones as fast"
     )
@@ -116,7 +69,6 @@ class GradientControlConfig:
     )
 
 
-LEVELLED = ("clean", "rehearsal")  # sources with a level; elements have 1
 RuleTable = dict[str, tuple[float, dict[str, Any]]]  # {rule: (its weight, its options)}
 
 
@@ -134,9 +86,7 @@ def rules_of(
     }
 
 
-def check_control(
-    config: GradientControlConfig, rules: Registry, sources: Registry, transforms: Registry
-) -> RuleTable:
+def check_control(config: GradientControlConfig, rules: Registry) -> RuleTable:
     """The rules of the settings, or a UserError that names the key."""
     check_values(config, "gradient_control.")
     table = rules_of(config.name, config.options, config.weights, rules)
@@ -146,20 +96,4 @@ def check_control(
         if "placebo" in of.split("+"):
             raise UserError("placebo: option 'of' must be another rule, got 'placebo'")
         rules_of(of, options.get("options") or {}, options.get("weights") or {}, rules)
-    check_options("gradient_control.transform", transforms, config.transform, {})
-    between = config.between
-    if between.name != "none":
-        key = "gradient_control.between"
-        check_options(key, sources, between.name, between.options)
-        if between.name == "placebo":
-            of = between.options["of"]
-            if of == "placebo":
-                raise UserError(f"{key}.options: 'of' must be another rule than placebo")
-            check_name(f"{key}.options: 'of'", sources, of)
-        for source in between.levels:
-            if source not in LEVELLED:
-                others = ", ".join(LEVELLED)
-                raise UserError(
-                    f"{key}.levels: {source!r} has no level; elements are 1, there are: {others}"
-                )
     return table

@@ -133,17 +133,9 @@ FACTS = {
 
 
 # ---------------------------------------------------------------- the table
-LAYERWISE = "gradient_control.between.name!=none|uniform"  # each backward is then of one source
 LEAVE = "leave one of them out"
 DDP = "use configs/accelerate/ddp.yaml"  # the advice where FSDP cannot have a setting
 OF_ONE_SIZE = f"is for pictures of one size, which buckets are not; {LEAVE}"
-ON_THEIR_WAY = (
-    "takes the sources' gradients apart, which between.name={b_value} scales on their way; "
-    f"{LEAVE}"
-)
-CUT = (
-    f"{{a_value}} is defined over a whole micro-batch, which between.name={{b_value}} cuts; {LEAVE}"
-)
 PARTS = "{b_value} is defined over a whole micro-batch; raise gradient_accumulation_steps instead"
 NOT_ADAMW = f"is for optimizer AdamW, not for {{b}} {{b_value}}; {LEAVE}"
 UNMEASURED = "{a_value} needs memory.phrase_memory.enabled=true"
@@ -197,13 +189,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     },
     "input_perturbation": {"dream_training": "excludes input_perturbation; set one of them"},
     # sources of a batch, and parts of it
-    LAYERWISE: {
-        "gradient_control.conflict": ON_THEIR_WAY,
-        "gradient_control.transform": ON_THEIR_WAY,
-        "memory.attention_binding.name": CUT,
-        "memory.loss_balance.name": CUT,
-        "compile_model": f"{{b}}={{b_value}} cuts batches by source into many shapes; {LEAVE}",
-    },
     "memory.attention_binding.name": {"max_batch_size": PARTS},
     "memory.loss_balance.name": {"max_batch_size": PARTS},
     # memory
@@ -242,8 +227,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "compile_model": "FSDP acts inside a step's passes, untested compiled; leave it off",
         "channels_last=true": "FSDP shards contiguous weights only; leave it off",
         "gradient_control.conflict": NOT_REDUCED,
-        "gradient_control.transform": NOT_REDUCED,
-        LAYERWISE: NOT_REDUCED,
         "memory.loss_balance.name": NOT_REDUCED,
         "gradient_control.spectral": "takes a matrix whole, FSDP in shards; turn it off",
         "learning_rate_unit=relative": f"measures a tensor whole, FSDP has shards; {DDP}",

@@ -360,6 +360,9 @@ class TrainConfig(DataSettings):
     RENAMED = {
         **{name: f"is of another script: {instead}" for name, instead in SUCCESSORS.items()},
         **{name: f"has another name now: use --{ours}" for name, ours in OLDER.items()},
+        "gradient_control.between": "is gone: use memory.roles.clean.loss_weight; factors by layer "
+        "between the sources were no better",
+        "gradient_control.transform": "is gone: with the little conflict there is it changed nothing",
         "gradient_control.shrink": "is an optimizer now: use "
         "--optimizer experiments.shrinkage.ShrunkAdamW",
         **{f"validation.{name}": instead for name, instead in GONE.items()},

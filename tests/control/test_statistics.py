@@ -1,13 +1,12 @@
 """Statistics of gradients by group, and the projection of multipliers."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from silentbad.control.statistics import PassMean, RecentMean, Sample, Statistics, project
+from silentbad.control.statistics import Sample, Statistics, project
 from tests.toy import Toy, config, controlled, equal, run
 
 
@@ -36,7 +35,7 @@ def test_projection_keeps_order_and_ratios_of_the_free():
 def update_stats(params, gradients, momentum=0.9, averaging=0.98, per_tensor=8192):
     """Statistics over groups of one tensor each, after every list of gradients."""
     sample = Sample([[p] for p in params], per_tensor, torch.device("cpu"))
-    statistics = Statistics(sample, RecentMean(sample, momentum), averaging)
+    statistics = Statistics(sample, momentum, averaging)
     for g in gradients:
         statistics.update(g)
     return statistics
@@ -197,43 +196,3 @@ def test_statistics_of_micro_batches_equal_those_of_the_batch():
             control.after_step()
         states.append((control.multipliers, snapshot(control)[0]))
     assert states[0][0] == states[1][0] and equal(states[0][1].values(), states[1][1].values())
-
-
-RECORDS = 80  # of the elements
-ALL = 800  # records of the data
-BATCH = 16
-WIDTH = 4096  # coordinates
-
-
-def ratio(momentum: float, records: int | None, mean: float = 0.0, unit: Callable = torch.sum) -> float:
-    """r of the elements' gradient in the published setting's stream, simulated over 12 epochs: every record once an
-    epoch, half of the variance between records. `mean` is the square of the true mean over the variance, `unit` makes
-    a step's gradient of its records'."""
-    rng = torch.Generator().manual_seed(0)
-    between = torch.randn(RECORDS, WIDTH, generator=rng)
-    of_records = mean**0.5 + 0.5**0.5 * (between - between.mean(0))
-    sample = Sample([[nn.Parameter(torch.zeros(WIDTH))]], WIDTH, torch.device("cpu"))
-    mean = RecentMean(sample, momentum) if records is None else PassMean(sample, records)
-    statistics = Statistics(sample, mean, averaging=0.998)
-    for _ in range(12):
-        for drawn in torch.randperm(ALL, generator=rng).split(BATCH):
-            mine = drawn[drawn < RECORDS]
-            g = unit(of_records[mine] + 0.5**0.5 * torch.randn(len(mine), WIDTH, generator=rng), 0)
-            statistics.add(g.view(-1, 128), torch.tensor(len(mine) > 0), seen=torch.tensor(float(len(mine))))
-    S, E, *_ = statistics.average[:, 0].tolist()
-    return S / (E - max(S, 0))
-
-
-@pytest.mark.parametrize("unit", [torch.sum, torch.mean])
-@pytest.mark.parametrize("momentum, biased", [(0.9, -0.0074), (0.98, -0.0034), (0.99, -0.0021)])
-def test_drawing_without_replacement_does_not_bias_the_signal(momentum, biased, unit):
-    """True mean zero: an average of earlier gradients reads less (2306.05300), a whole pass does not."""
-    old = ratio(momentum, None, unit=unit)
-    assert old == pytest.approx(biased, abs=0.001) if unit is torch.mean else old < biased
-    assert abs(ratio(momentum, RECORDS, unit=unit)) < 0.0005
-
-
-def test_a_signal_is_read_from_whole_passes():
-    """0.005 a record is 0.0098 of a step, in which two of them meet on average; by earlier gradients it is lost."""
-    assert ratio(0.9, RECORDS, mean=0.005) == pytest.approx(0.0098, abs=0.001)
-    assert ratio(0.9, None, mean=0.005) < 0.001

@@ -12,19 +12,11 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from gradient_control import Controller
-from silentbad.control.between import BetweenConfig
-from tests.toy import CONTRAST, GSNR, REMOVE_CONFLICT, Toy, config, run
+from tests.toy import GSNR, Toy, config, run
 
 STEPS = 12
 SOURCES = ("element", "element", "rehearsal")
-TRANSFORMS = ("none", REMOVE_CONFLICT)
 DISAGREE = (("clean", "element", "rehearsal"), ("element", "element", "clean"))  # sources of each rank
-
-
-BETWEEN = BetweenConfig(name=CONTRAST, warmup=2, refresh=2, levels={"clean": 0.1, "rehearsal": 0.5})
-
-
-ORDERS = {0: ("clean", "element", "clean"), 1: ("element", "clean", "rehearsal")}  # other sources last on each rank
 
 
 class Linear(Toy):
@@ -40,9 +32,9 @@ def micro_batch(model, step, micro, rank):
     return [torch.randn(p.shape, generator=rng) + torch.randn(p.shape, generator=shared) for p in model.parameters()]
 
 
-def train(model, forward, ranks, no_sync, sources=SOURCES, **settings):
+def train(model, forward, ranks, no_sync, sources=SOURCES):
     """Train on the micro-batches of `ranks`; returns the controller and the weights."""
-    control = Controller(model, config(GSNR, conflict=True, **settings), seed=0)
+    control = Controller(model, config(GSNR, conflict=True), seed=0)
     optimizer = torch.optim.AdamW(control.param_groups(1e-2), lr=1e-2)
     control.attach(optimizer)
     for step in range(STEPS):
@@ -52,26 +44,6 @@ def train(model, forward, ranks, no_sync, sources=SOURCES, **settings):
                 for rank in ranks:
                     (forward(micro_batch(model, step, micro, rank)) / len(ranks)).backward()
             control.after_backward(sync, source)
-        control.before_step(step)
-        optimizer.step()
-        control.after_step()
-        optimizer.zero_grad()
-    return control, [p.detach() for p in model.parameters()]
-
-
-def train_between(model, forward, orders, no_sync):
-    """The same with factors between the sources; orders[r] is how rank r's sources follow each other."""
-    control = Controller(model, config("uniform", between=BETWEEN), seed=0)
-    optimizer = torch.optim.AdamW(control.param_groups(1e-2), lr=1e-2)
-    control.attach(optimizer)
-    for step in range(STEPS):
-        parts = [(rank, source) for rank, order in orders.items() for source in order]
-        for k, (rank, source) in enumerate(parts):
-            with no_sync(k == len(parts) - 1):
-                loss = forward(micro_batch(model, step, ("clean", "element", "rehearsal").index(source), rank))
-                control.before_backward(loss[None], [source], 1 / len(orders))
-                (loss / len(orders)).backward()
-                control.after_backward(k == len(parts) - 1, source)
         control.before_step(step)
         optimizer.step()
         control.after_step()
@@ -91,24 +63,17 @@ def worker(rank, folder):
 def compare(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    for transform, sources in [*((t, SOURCES) for t in TRANSFORMS), ("disagree", DISAGREE[rank])]:
+    for name, sources in (("agree", SOURCES), ("disagree", DISAGREE[rank])):
         model = Linear()
         ddp = DistributedDataParallel(model)
         no_sync = lambda sync, ddp=ddp: torch.enable_grad() if sync else ddp.no_sync()  # noqa: E731
-        options = {} if transform == "disagree" else {"transform": transform}
-        control, weights = train(model, ddp, [rank], no_sync, sources, **options)
+        control, weights = train(model, ddp, [rank], no_sync, sources)
         if rank == 1:  # a rank whose statistics went astray still follows rank 0
             control.layer_rates.statistics.average.mul_(torch.rand_like(control.layer_rates.statistics.average))
         control.layer_rates.compute_multipliers()
         control.layer_rates.apply_multipliers()
         cosine = {key: value for key, value in control.meters().items() if "/cos/" in key}
-        name = f"{transform.rpartition(':')[2]}-{rank}.pt"
-        torch.save((weights, control.history, cosine), os.path.join(folder, name))
-    model = Linear()
-    ddp = DistributedDataParallel(model)
-    no_sync = lambda sync: torch.enable_grad() if sync else ddp.no_sync()  # noqa: E731
-    control, weights = train_between(model, ddp, {rank: ORDERS[rank]}, no_sync)
-    torch.save((weights, control.source_weights.layers), os.path.join(folder, f"between-{rank}.pt"))
+        torch.save((weights, control.history, cosine), os.path.join(folder, f"{name}-{rank}.pt"))
     dist.destroy_process_group()
 
 
@@ -119,18 +84,17 @@ def ranks(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("transform", [*TRANSFORMS, "disagree"])
-def test_two_gloo_ranks_are_bit_equal(ranks, transform):
-    a, b = (torch.load(ranks / f"{transform.rpartition(':')[2]}-{rank}.pt", weights_only=True) for rank in range(2))
+@pytest.mark.parametrize("sources", ["agree", "disagree"])
+def test_two_gloo_ranks_are_bit_equal(ranks, sources):
+    a, b = (torch.load(ranks / f"{sources}-{rank}.pt", weights_only=True) for rank in range(2))
     assert a[1] == b[1] and len(set(a[1][-1]["multipliers"].values())) > 2
     assert all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and a[2] == b[2]
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_two_gloo_ranks_match_one_process_with_the_whole_batch(ranks, transform):
-    weights, history, cosine = torch.load(ranks / f"{transform.rpartition(':')[2]}-0.pt", weights_only=True)
+def test_two_gloo_ranks_match_one_process_with_the_whole_batch(ranks):
+    weights, history, cosine = torch.load(ranks / "agree-0.pt", weights_only=True)
     model = Linear()
-    alone, expected = train(model, model, [0, 1], lambda sync: torch.enable_grad(), transform=transform)
+    alone, expected = train(model, model, [0, 1], lambda sync: torch.enable_grad())
     assert cosine["control/cos/element-rehearsal"].item() == pytest.approx(
         alone.meters()["control/cos/element-rehearsal"].item(), abs=1e-4
     )
@@ -144,18 +108,6 @@ def test_ranks_that_name_different_sources_do_not_hang(ranks):
     cosine = torch.load(ranks / "disagree-0.pt", weights_only=True)[2]
     assert set(cosine) == {f"control/cos/{pair}" for pair in ("clean-element", "clean-mixed", "element-mixed")}
     assert all(value.isfinite() for value in cosine.values())
-
-
-def test_factors_between_sources_are_those_of_one_process(ranks):
-    """Exact whatever the last source of a rank is: what arrives is scaled before it is averaged."""
-    a, b = (torch.load(ranks / f"between-{rank}.pt", weights_only=True) for rank in range(2))
-    assert all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and a[1] == b[1]
-    model = Linear()
-    control, weights = train_between(model, model, ORDERS, lambda sync: torch.enable_grad())
-    assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(a[0], weights, strict=True))
-    for source, factors in control.source_weights.layers.items():
-        assert a[1][source] == pytest.approx(factors, rel=1e-2)
-    assert len(set(a[1]["clean"])) > 2
 
 
 def test_one_process_needs_no_process_group():

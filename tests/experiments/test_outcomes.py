@@ -26,8 +26,7 @@ ARMS = {  # file -> arm of bench/results/recovery.md
     "shrinkage": "shrink",
 }
 REGISTRIES = [
-    *(gradient_control.SCALE_RULES, gradient_control.SOURCE_RULES, gradient_control.TRANSFORMS),
-    *(memory_reinforce.ERRORS, *memory_reinforce.REGISTRIES.values()),
+    *(gradient_control.SCALE_RULES, memory_reinforce.ERRORS, *memory_reinforce.REGISTRIES.values()),
 ]
 
 

@@ -17,7 +17,7 @@ from silentbad.saving import checkpoint
 from tests.conftest import write_data
 from tests.folders import config
 from tests.mistakes import flip
-from tests.toy import CONTRAST, L2SP
+from tests.toy import L2SP
 from tests.training import VALIDATION, rows, step_once
 from train_silentbad import main, micro_step
 
@@ -244,7 +244,6 @@ def test_two_ranks_build_one_cache(tmp_path):
         {"memory.retention.name": "self_distillation"},
         {"memory.retention.name": L2SP},
         {"disk_cache_gb": 0, "random_flip": True},
-        {"gradient_control.between.name": CONTRAST},
     ],
     ids=str,
 )

@@ -32,8 +32,6 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "diffusers", "transformers", "datasets", "accelerate", "numpy", "pyarrow", "peft")
 IN_CODE = {
     check.SCALE_RULES: gradient_control.SCALE_RULES,
-    check.SOURCE_RULES: gradient_control.SOURCE_RULES,
-    check.TRANSFORMS: gradient_control.TRANSFORMS,
     check.MEMORY["loss.error"]: memory_reinforce.ERRORS,
     check.MEMORY["sampler.order"]: ORDERS,
     check.MEMORY["timesteps.sequence"]: SEQUENCES,

@@ -90,7 +90,6 @@ def bring_about(text, config, facts):
         set_to(config, condition.key, condition.values[0])
     else:
         values = {
-            "gradient_control.between.name": "placebo",
             "validation.embedder": "ssim",
             "optimizer": "SGD",
         }
