@@ -11,7 +11,6 @@ exposures, p (T,) timestep density.
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from silentbad.data.elements import ORDERS, DataInfo, Epochs
 from silentbad.loop.hooks import Hook, MicroStep
 from silentbad.memory import masks, probes
-from silentbad.memory.auxiliary import Auxiliaries, ModelAccess, RunFacts, SelfDistillation, fixed
+from silentbad.memory.auxiliary import Auxiliaries, ModelAccess, RunFacts, SelfDistillation
 from silentbad.memory.error_by_timestep import ErrorByTimestep
 from silentbad.memory.masks import REGION
 from silentbad.memory.rehearsal import REHEARSAL, Rehearsal, Rehearsed
@@ -178,9 +177,6 @@ def no_part(unet: torch.nn.Module, facts: RunFacts) -> None:
 
 
 AUXILIARY = {
-    "attention_binding": Parts(
-        {"none": no_part}, key="memory.attention_binding.name", takes="unet facts"
-    ),
     "distillation": Parts({"none": no_part}, key="memory.distillation.name", takes="unet facts"),
     "retention": Parts(
         {"none": no_part, "self_distillation": SelfDistillation},
@@ -188,7 +184,6 @@ AUXILIARY = {
         takes="unet facts",
     ),
 }
-LOSS_BALANCE = Parts({"fixed": fixed}, key="memory.loss_balance.name", takes="loss extra layer")
 
 REGISTRIES: dict[str, Parts] = {
     "sampler": SAMPLERS,
@@ -197,7 +192,6 @@ REGISTRIES: dict[str, Parts] = {
     "region": REGION,
     "rehearsal": REHEARSAL,
     **AUXILIARY,
-    "loss_balance": LOSS_BALANCE,
 }
 
 
@@ -230,7 +224,7 @@ class Memory(Hook):
     """The parts the configuration names.
 
     While drawing: `epochs.epoch` and `rehearse`. In a step: `timesteps`, `apply_dream`,
-    `record_attention` around the forward, `loss_per_sample`, `extra_loss`, `count_rehearsals`,
+    `loss_per_sample`, `extra_loss`, `count_rehearsals`,
     `after_step`. Build it before a checkpoint loads: it reads the weights before training. `reduce`
     sums a tensor over the ranks.
     """
@@ -305,10 +299,9 @@ class Memory(Hook):
         }
 
         # Losses beside the diffusion loss
-        balance = partial(LOSS_BALANCE[config.loss_balance.name], **config.loss_balance.options)
         choices = {slot: getattr(config, slot) for slot in AUXILIARY}
         facts = RunFacts(info, bank, self.phrases, scheduler, access.tokenizer, seed, rank, world)
-        self.auxiliaries = Auxiliaries(balance, AUXILIARY, choices, access.unet, facts)
+        self.auxiliaries = Auxiliaries(AUXILIARY, choices, access.unet, facts)
 
         if config.phrase_memory.enabled:
             self.phrases.start(access.predict, scheduler)
@@ -370,13 +363,6 @@ class Memory(Hook):
         return diffusion.dream(
             model, self.scheduler, latents, noise, timesteps, noisy_latents, power
         )
-
-    def record_attention(self, model: torch.nn.Module, step: int) -> AbstractContextManager[Any]:
-        """A context around the forward: gives its attention maps, or None where binding is idle."""
-        binding = self.auxiliaries.get("attention_binding")
-        if binding is None or self.progress(step) < binding.start:
-            return nullcontext()
-        return binding.record(model)
 
     def loss_per_sample(
         self,

@@ -52,7 +52,6 @@ from silentbad.model import denoiser, diffusion, pipeline
 from silentbad.model.averaging import averaged
 from silentbad.model.store import refuse_not_finite
 from silentbad.progress import Bar
-from silentbad.report.run_preview import write_preview
 from silentbad.rng import addressed_seed
 from silentbad.saving import card, checkpoint
 from silentbad.saving.folder import RunFolder, facts, stamped
@@ -139,8 +138,7 @@ def part_step(
     )
 
     # Prediction
-    with memory.record_attention(run.parts.model, step) as maps:
-        model_pred = model(noisy_latents, timesteps)
+    model_pred = model(noisy_latents, timesteps)
 
     # Loss of each sample, their mean, and losses beside it
     losses = memory.loss_per_sample(model_pred, target, timesteps, weights, batch)
@@ -155,7 +153,6 @@ def part_step(
         noisy_latents=noisy_latents,
         timesteps=timesteps,
         model_pred=model_pred,
-        maps=maps,
         model=run.parts.model,
         predict=run.predict,
     )
@@ -401,10 +398,6 @@ def start(config: Config) -> int:
         if resumed is not None and take_up(run, resumed):
             return 0
         open_folder(run)
-        if config.preview:
-            with drawing_fits(config):
-                print(write_preview(run, config.preview))
-            return try_out(run) if config.dry_run else 0
         code = try_out(run) if config.dry_run else train(run)
         if code == 0 and not config.dry_run:
             finish(run)
@@ -486,8 +479,7 @@ def main(
             groups = control.param_groups(config.adam_weight_decay)
             print_result(f"{trains.table(config, parts, control.groups, groups)}\n")
             return 0
-        unsaved = config.dry_run or config.preview
-        with scratch_folder() if unsaved else nullcontext() as scratch:
+        with scratch_folder() if config.dry_run else nullcontext() as scratch:
             if scratch is not None:  # caches and the checkpoint to resume are still the run's own
                 asked = config.resume_from_checkpoint
                 root = Path(config.output_dir) / "checkpoints"

@@ -200,19 +200,6 @@ class RecoveryHook(Hook):
         """Whether the last measurement keeps what the limit asks; True where there is no limit."""
         return self.limit is None or self.limit.holds(self.history[-1])
 
-    def using(self, model: Any, step: int = 0) -> Any:
-        """The sampler with this model's backbone."""
-        backbone = backbone_in(self.accelerator.unwrap_model(model, keep_torch_compile=False))
-        return self.sampler.using(
-            backbone, self.accelerator.device, self.accelerator.autocast, step
-        )
-
-    def calibrate_base(self, model: Any) -> list[TargetRange]:
-        """The thresholds and ranges before training, which a preview shows."""
-        with self.using(model):
-            self.threshold, self.element_threshold, self.ranges = calibrate(self.measure)
-        return self.ranges
-
     def run(
         self,
         step: int,

@@ -132,7 +132,6 @@ ARMS: dict[str, Flags] = {
     "curriculum": {**part("timesteps", experiment("curriculum")), "memory.timesteps.importance": "false"},
     "learning_progress": part("timesteps", experiment("learning_progress")),
     "weakest_first": {**part("sampler", "weakest_first"), **PHRASES},
-    "attention_binding": part("attention_binding", experiment("attention_binding", "AttentionBinding")),
     "and_distillation": {**part("distillation", AND, **OPEN), **PHRASES},
     "and_distillation_gated": {**part("distillation", AND), **PHRASES},  # at its defaults, once all elements are held
     "retention": part("retention", experiment("l2_sp", "L2SP")),

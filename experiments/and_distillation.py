@@ -12,7 +12,7 @@ from experiments.attention import Maps, phrase_maps, record_maps, token_table
 from silentbad import rng
 from silentbad.errors import UserError
 from silentbad.loop.hooks import MicroStep
-from silentbad.memory.auxiliary import RunFacts, Teacher, last_layer
+from silentbad.memory.auxiliary import RunFacts, Teacher
 from silentbad.settings.types import Count, Decay, NotNegative, Strength
 
 
@@ -28,8 +28,6 @@ def and_target(base: torch.Tensor, conditional: torch.Tensor, gates: torch.Tenso
 class AndDistillation:
     """The composed caption learns the gated sum of its phrases' lagged predictions, at x_t from an
     element's picture (or from noise alone); the composed picture itself is never seen. Unproven."""
-
-    layer = staticmethod(last_layer)
 
     def __init__(
         self,

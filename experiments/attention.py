@@ -1,4 +1,4 @@
-"""Cross-attention maps, phrase tokens, and the two penalties on them.
+"""Cross-attention maps and phrase tokens.
 
 The maps are recomputed from the queries and keys that forward hooks see, on the small layers only,
 so the attention itself runs through whatever kernel is installed (SDPA, xFormers) and LoRA layers
@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from silentbad.data.phrases import pattern
 
@@ -126,19 +125,3 @@ def phrase_maps(probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     (0 if no token)."""
     maps = torch.einsum("bsl,bpl->bps", probs, tokens)
     return maps / maps.sum(dim=-1, keepdim=True).clamp_min(1e-8)
-
-
-def mass_outside(maps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(1 - attention inside the mask)^2 (2304.03373, 2312.03626): maps (B,S), mask (B,1,H,W) ->
-    (B,)."""
-    side = round(maps.shape[-1] ** 0.5)
-    inside = F.interpolate(mask.float(), size=(side, side), mode="area").flatten(1)
-    return (1 - (maps * inside).sum(dim=-1)).square()
-
-
-def overlap(maps: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """Mean over pairs of present phrases of sum_s min(m_p, m_q), in [0,1]: maps (B,P,S), there
-    (B,P) -> (B,)."""
-    shared = torch.minimum(maps[:, :, None], maps[:, None]).sum(dim=-1)
-    pairs = (there[:, :, None] * there[:, None]).triu(diagonal=1)
-    return (shared * pairs).sum(dim=(1, 2)) / pairs.sum(dim=(1, 2)).clamp_min(1)

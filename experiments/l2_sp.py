@@ -4,15 +4,13 @@ the clean error."""
 import torch
 
 from silentbad.loop.hooks import MicroStep
-from silentbad.memory.auxiliary import RunFacts, last_layer
+from silentbad.memory.auxiliary import RunFacts
 from silentbad.settings.types import NotNegative
 
 
 class L2SP:
     """1/2 ||theta - theta_0||^2 over the trained parameters (1802.01483); theta_0 in their own
     precision."""
-
-    layer = staticmethod(last_layer)
 
     def __init__(self, unet, facts: RunFacts, *, weight: NotNegative = 0.01):
         self.weight = weight

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from silentbad import rng
 from silentbad.errors import UserError
 from silentbad.loop.hooks import MicroStep
-from silentbad.memory.auxiliary import RunFacts, last_layer
+from silentbad.memory.auxiliary import RunFacts
 from silentbad.model.diffusion import levels
 from silentbad.settings.types import Count, NotNegative, Positive, Unit
 
@@ -81,8 +81,6 @@ class RegionalDistillation:
 
     Raises UserError where no target has two elements with masks.
     """
-
-    layer = staticmethod(last_layer)
 
     def __init__(
         self,

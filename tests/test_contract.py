@@ -29,7 +29,6 @@ SLOTS = {  # registry -> where its parts go in a configuration of memory
     "loss.error": lambda place: {"loss": {"error": place}},
     "region": lambda place: {"region": place},
     "rehearsal": lambda place: {"rehearsal": place, "region": "mask"},
-    "loss_balance": lambda place: {"loss_balance": place, "retention": "self_distillation"},
     "sampler.order": lambda place: {"sampler": {"order": place}},
     "timesteps.sequence": lambda place: {"timesteps": {"sequence": place}},
 }

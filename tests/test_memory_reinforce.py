@@ -13,7 +13,7 @@ from silentbad.errors import UserError
 from silentbad.loop.hooks import MicroStep
 from silentbad.memory import rehearsal
 from tests.tiny import tiny_unet
-from tests.toy import AND, GRADIENT_NORM, L2SP, LEARNING_PROGRESS, MASS, experiment
+from tests.toy import AND, L2SP, LEARNING_PROGRESS, experiment
 from tests.world import PROBED, Trainer, config
 
 # ------------------------------------------------------------ the contract of each registry
@@ -26,9 +26,8 @@ ENTRIES = [
     *({"loss": {"error": n}} for n in (*mr.ERRORS, experiment("huber"))),
     *({"region": n} for n in mr.REGION),
     *({"rehearsal": n, "region": "mask"} for n in mr.REHEARSAL),
-    *({"loss_balance": n, "retention": L2SP} for n in (*mr.LOSS_BALANCE, GRADIENT_NORM)),
+    {"retention": L2SP},
     {"loss": {"dream": 1.0}},
-    {"attention_binding": {"name": MASS, "options": {"start": 0.0}}, "loss_balance": GRADIENT_NORM},
     *(
         {"phrase_memory": PROBED, "distillation": {"name": AND, "options": {"after": -9.0, "every": 2} | o}}
         for o in ({"gate": "mask"}, {"gate": "attention"}, {"source": "noise"})
@@ -61,7 +60,6 @@ def test_other_predictions_train_with_everything_on(prediction_type):
             sampler="weakest_first",
             phrase_memory=PROBED,
             region="estimated",
-            attention_binding={"name": MASS, "options": {"start": 0.0}},
             retention="self_distillation",
             distillation={"name": AND, "options": {"after": -9.0}},
             rehearsal="leak_free",
@@ -84,7 +82,7 @@ def test_unknown_names_and_options_are_refused_before_weights():
         config(region={"name": "mask", "options": {"outside": 0.0}}),
         config(loss={"error": "l1"}),
         config(phrase_memory={"share": 0.0}),
-        config(attention_binding="masss"),
+        config(distillation="andd"),
     ):
         with pytest.raises(UserError):
             mr.check(wrong)
@@ -103,8 +101,6 @@ def test_the_step_never_waits_for_the_device(region):
             loss="min_snr",
             timesteps=LEARNING_PROGRESS,
             phrase_memory=PROBED,
-            attention_binding={"name": MASS, "options": {"start": 0.0}},
-            loss_balance=GRADIENT_NORM,
             distillation={"name": AND, "options": {"after": -9.0, "every": 1}},
             retention="self_distillation",
         )
@@ -124,12 +120,11 @@ def test_the_step_never_waits_for_the_device(region):
         fake = {k: mode.from_tensor(v) if torch.is_tensor(v) else v for k, v in batch.items()}
         m.errors.step, t, w = torch.zeros(2, 20), mode.from_tensor(t), mode.from_tensor(w)
         x_t = torch.randn(4, 4, 8, 8)
-        with m.record_attention(unet, 0) as maps:
-            pred = predict(x_t, t, fake["text"])
+        pred = predict(x_t, t, fake["text"])
         loss = m.loss_per_sample(pred, torch.randn(4, 4, 8, 8), t, w, fake).mean()
-        extra = m.extra_loss(loss, MicroStep(1, 0, m.progress(1), fake, x_t, t, pred, maps, unet, predict))
+        extra = m.extra_loss(loss, MicroStep(1, 0, m.progress(1), fake, x_t, t, pred, unet, predict))
         (loss + extra).backward()
-    assert {"memory/attention_binding", "memory/distillation", "memory/retention"} <= set(m.meters())
+    assert {"memory/distillation", "memory/retention"} <= set(m.meters())
 
 
 def test_unknown_order_and_sequence_are_named():

@@ -18,10 +18,8 @@ def experiment(name, part=""):
 
 
 GSNR, PRIOR, LEARNING_PROGRESS = map(experiment, ("gsnr", "prior", "learning_progress"))
-MASS = experiment("attention_binding", "AttentionBinding")
 AND = experiment("and_distillation", "AndDistillation")
 L2SP = experiment("l2_sp", "L2SP")
-GRADIENT_NORM = experiment("gradient_norm")
 RATES = [GSNR, PRIOR, experiment("inverse_rms"), experiment("auto_rgn")]  # scale rules
 NAMES = {  # of the toy model: one tensor a group, of different sizes
     "mid.xattn.k": "mid_block.attentions.0.transformer_blocks.0.attn2.to_k",

@@ -114,10 +114,9 @@ class Trainer:
                 diffusion.prediction_target(self.scheduler, x0, eps, t),
             )
             x_t, target = m.apply_dream(lambda x, t, b=batch: self.predict(x, t, b["text"]), x0, eps, t, x_t, target)
-            with m.record_attention(self.unet, step) as maps:
-                pred = self.predict(x_t, t, batch["text"])
+            pred = self.predict(x_t, t, batch["text"])
             loss = m.loss_per_sample(pred, target, t, w, batch).mean()
-            now = MicroStep(step, 0, m.progress(step), batch, x_t, t, pred, maps, self.unet, self.predict)
+            now = MicroStep(step, 0, m.progress(step), batch, x_t, t, pred, self.unet, self.predict)
             extra = m.extra_loss(loss, now)
             total = loss if extra is None else loss + extra
             total.backward()

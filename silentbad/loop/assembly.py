@@ -481,7 +481,7 @@ def make_recovery(loaded: Loaded, recovery_class: "type[RecoveryHook]") -> "Reco
     config = loaded.config
     inputs = loaded.inputs
     accelerator = loaded.accelerator
-    if not inputs.targets or (config.dry_run and not config.preview):
+    if not inputs.targets or config.dry_run:
         return None
     pictures = loaded.whole_pictures
     masked, estimated = with_masks(inputs.targets, inputs.records, pictures, config.seed)

@@ -32,7 +32,6 @@ class MicroStep(NamedTuple):
     noisy_latents: Tensor  # (B,C,h,w)
     timesteps: Tensor  # (B,)
     model_pred: Tensor  # (B,C,h,w), with its graph
-    maps: Any  # of attention, as `memory.attention_binding` records them
     model: torch.nn.Module  # what trains: the backbone, and the text encoders where they train too
     # (noisy_latents, timesteps, captions, model=None, time_ids=None) -> (B,C,h,w)
     predict: Callable[..., Tensor]

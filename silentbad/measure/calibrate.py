@@ -245,19 +245,6 @@ def null_row(
     )
 
 
-def one_null_of_each_kind(measure: "Measure", j: int) -> list[Null]:
-    """The first null of each kind of target j, after the autoencoder."""
-    drawn = canvas_of(measure.targets[j], measure.masks[j], measure.sampler.side)
-    first: dict[str, Null] = {}
-    for null in nulls_of(measure, j, drawn):
-        first.setdefault(null.kind, null)
-    pictures = measure.sampler.round_trip(torch.stack([null.picture for null in first.values()]))
-    return [
-        null._replace(picture=picture)
-        for null, picture in zip(first.values(), pictures, strict=True)
-    ]
-
-
 # -- from similarities to a threshold and a range --------------------------------------------------
 def scored_target(j: int, nulls: Sequence[NullRow], copies: Sequence[ImageRow]) -> ScoredTarget:
     """The similarities to target j and to its elements.

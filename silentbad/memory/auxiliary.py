@@ -1,5 +1,4 @@
-"""Losses beside the diffusion loss: their sum, their balance, and self-distillation on clean
-records.
+"""Losses beside the diffusion loss: their sum, and self-distillation on clean records.
 
 Legend: B micro-batch, C,h,w shape of the latents.
 """
@@ -17,7 +16,6 @@ from silentbad.data.elements import DataInfo
 from silentbad.device import scalars
 from silentbad.loop.hooks import MicroStep
 from silentbad.memory.probes import Element, PhraseMemory
-from silentbad.model.family import Family
 from silentbad.settings.types import NotNegative
 
 
@@ -39,9 +37,8 @@ class ModelAccess:
     tokenizer: Any
 
 
-# An auxiliary is built once from (unet, facts) and its options; called with the micro-step it
-# returns a scalar or None. `layer` is the parameter at which `gradient_norm` compares it with the
-# diffusion loss.
+# An auxiliary is built once from (unet, facts) and its options, has a `weight`, and returns a scalar
+# or None when it is called with the micro-step.
 class RunFacts(NamedTuple):
     """What stays the same over the run; bank[i] the pictures of element i, memory its strengths."""
 
@@ -55,19 +52,9 @@ class RunFacts(NamedTuple):
     world: int
 
 
-def last_layer(unet: torch.nn.Module, now: MicroStep) -> torch.Tensor | None:
-    """The last trained weight of the family's last layers: conv_out's in a UNet, or of its up
-    blocks."""
-    named = [(n, p) for n, p in unet.named_parameters() if p.requires_grad and p.ndim > 1]
-    layers = ([p for n, p in named if part in n] for part in getattr(unet, "family", Family).last)
-    return next((weights[-1] for weights in layers if weights), None)
-
-
 class SelfDistillation:
     """The sum of ||eps - eps_0||^2 / (C h w) over the clean records, divided by B; eps_0 is the
     prediction of the model before training. A model that predicts v has v in place of eps."""
-
-    layer = staticmethod(last_layer)
 
     def __init__(self, unet, facts: RunFacts, *, weight: NotNegative = 1.0):
         self.weight = weight
@@ -91,19 +78,11 @@ class SelfDistillation:
         return F.mse_loss(now.model_pred[index].float(), before) * (len(rows) / len(now.timesteps))
 
 
-def fixed(
-    loss: torch.Tensor, extra: torch.Tensor, layer: torch.Tensor | None
-) -> torch.Tensor | float:
-    """The auxiliary's own weight, as configured."""
-    return 1.0
-
-
 class Auxiliaries(dict):
     """The auxiliaries that are on, by slot: their weighted sum, its meters, and their state."""
 
     def __init__(
         self,
-        balance: Callable,
         registry: dict,
         choices: dict,
         unet: torch.nn.Module,
@@ -114,19 +93,16 @@ class Auxiliaries(dict):
         for slot, choice in choices.items():
             if choice.name != "none":
                 self[slot] = registry[slot][choice.name](unet, facts, **choice.options)
-        self.balance = balance
         self.meters: dict[str, Any] = {}
 
     def __call__(self, loss: torch.Tensor, now: MicroStep) -> torch.Tensor | None:
-        """The sum of the auxiliaries that act in this micro-step, each times its weight and its
-        balance with the loss; or None."""
+        """The sum of the auxiliaries that act in this micro-step, each times its weight; or None."""
         total = None
         for slot, part in self.items():
             if (value := part(now)) is None:
                 continue
-            scale = part.weight * self.balance(loss, value, part.layer(now.model, now))
-            total = scale * value if total is None else total + scale * value
-            self.meters |= {f"memory/{slot}": value.detach(), f"memory/{slot}_weight": scale}
+            total = part.weight * value if total is None else total + part.weight * value
+            self.meters[f"memory/{slot}"] = value.detach()
         return total
 
     def state_dict(self) -> dict:

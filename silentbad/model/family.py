@@ -33,8 +33,6 @@ class Family:
     flow: bool = False  # whether the path is a rectified flow
     # how pictures attend to text, in messages; maps are read of this one alone
     attention: str = "cross-attention"
-    # parts of the names of the last layers, the first that trains
-    last: tuple[str, ...] = ("conv_out", "up_blocks")
     # prefix of each component in kohya's files of adapters; none: there is no such file
     kohya: dict[str, str] = {}
 

@@ -53,7 +53,6 @@ class StableDiffusion3(Family):
     optional = ("text_encoder_3", "tokenizer_3")
     flow = upcasts = True
     attention = "joint attention"
-    last = ("transformer.",)
 
     # ---- the path
     def check_schedule(self, settings: dict[str, Any], where: str) -> None:

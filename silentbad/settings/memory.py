@@ -108,17 +108,6 @@ class PhraseMemoryConfig:
 
 
 @dataclass
-class BalanceConfig(Part):
-    """How an auxiliary loss is weighed against the loss: an entry of LOSS_BALANCE."""
-
-    name: str = option(
-        "fixed",
-        needs="memory.attention_binding.name or memory.distillation.name or memory.retention.name",
-        idle="said",
-    )
-
-
-@dataclass
 class MemoryConfig:
     """Nested under --memory.*; everything is off by default."""
 
@@ -129,13 +118,11 @@ class MemoryConfig:
     region: Part = field(default_factory=Part)
     rehearsal: Part = field(default_factory=Part)
     phrase_memory: PhraseMemoryConfig = field(default_factory=PhraseMemoryConfig)
-    attention_binding: Part = field(default_factory=Part)
     distillation: Part = field(default_factory=Part)
     retention: Part = field(default_factory=Part)  # what keeps clean prompts as they were
-    loss_balance: BalanceConfig = field(default_factory=BalanceConfig)
 
 
-AUXILIARY = ("attention_binding", "distillation", "retention")  # slots of losses beside the loss
+AUXILIARY = ("distillation", "retention")  # slots of losses beside the loss
 # REHEARSED: rehearsals whose records have the role rehearsal. PLACED: rehearsals that need masks of
 # the elements and a region of the loss (silentbad/settings/rules.py).
 REHEARSED = ("leak_free", "pairwise", "pairwise_captions")

@@ -15,8 +15,6 @@ MOVED = {
     "sigma_sqrt": "experiments/flow_weights.py:sigma_sqrt",
     "cosmap": "experiments/flow_weights.py:cosmap",
     "huber": "experiments/huber.py:huber",
-    "mass": "experiments/attention_binding.py:AttentionBinding",
     "and": "experiments/and_distillation.py:AndDistillation",
     "l2_sp": "experiments/l2_sp.py:L2SP",
-    "gradient_norm": "experiments/gradient_norm.py:gradient_norm",
 }

@@ -166,7 +166,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "memory.region.name=estimated": OF_ONE_SIZE,
         "memory.phrase_memory.enabled": OF_ONE_SIZE,
         "memory.distillation.name": OF_ONE_SIZE,
-        "memory.attention_binding.name": OF_ONE_SIZE,
     },
     # optimizer and losses
     "use_8bit_adam": {
@@ -189,8 +188,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     },
     "input_perturbation": {"dream_training": "excludes input_perturbation; set one of them"},
     # sources of a batch, and parts of it
-    "memory.attention_binding.name": {"max_batch_size": PARTS},
-    "memory.loss_balance.name": {"max_batch_size": PARTS},
     # memory
     "memory.phrase_memory.enabled=false": {
         "memory.sampler.name=weakest_first": UNMEASURED,
@@ -218,7 +215,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "use_ema": SECOND_MODEL,
         "memory.distillation.name": f"is untested beside shards; {DDP}",
         "memory.retention.name": SECOND_MODEL,
-        "memory.attention_binding.name": f"reads layers inside what FSDP gathers, untested; {DDP}",
         "LOSS_SCALE": "FSDP trains in bf16 or no, not in {precision}: no loss scale knows shards",
         "WHOLE_TENSORS": "FSDP gives each process a shard of a tensor, {optimizer} may need it "
         f"whole; take {', '.join(ELEMENTWISE)}",
@@ -227,7 +223,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "compile_model": "FSDP acts inside a step's passes, untested compiled; leave it off",
         "channels_last=true": "FSDP shards contiguous weights only; leave it off",
         "gradient_control.conflict": NOT_REDUCED,
-        "memory.loss_balance.name": NOT_REDUCED,
         "gradient_control.spectral": "takes a matrix whole, FSDP in shards; turn it off",
         "learning_rate_unit=relative": f"measures a tensor whole, FSDP has shards; {DDP}",
     },
@@ -242,7 +237,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     },
     "TRANSFORMER": {
         "train_text_encoder": "is not there for {family}; leave it out",
-        "memory.attention_binding.name": f"{MAPS}; leave it none",
         "memory.distillation.options.gate=attention": f"attention {MAPS}; take mask",
         "FSDP": f"FSDP is tested on UNets alone, not on {{family}}; {DDP}",
         "enable_xformers_memory_efficient_attention": (

@@ -255,9 +255,6 @@ class TrainConfig(DataSettings):
         "clean records",
         needs="save_best or validation.keep",
     )
-    preview: Location | None = ours(
-        None, "write a page of what training sees and a verdict is measured against, and stop"
-    )
     dry_run: bool = ours(
         False, "load all, a few steps, one image; say hours, memory, disk; write caches alone"
     )
@@ -363,6 +360,9 @@ class TrainConfig(DataSettings):
         "gradient_control.between": "is gone: use memory.roles.clean.loss_weight; factors by layer "
         "between the sources were no better",
         "gradient_control.transform": "is gone: with the little conflict there is it changed nothing",
+        "memory.attention_binding": "is gone: it was no faster than plain",
+        "memory.loss_balance": "is gone: an auxiliary loss has its own weight",
+        "preview": "is gone: `python -m silentbad.prepare.preview FOLDER` draws the data, the report the rest",
         "gradient_control.shrink": "is an optimizer now: use "
         "--optimizer experiments.shrinkage.ShrunkAdamW",
         **{f"validation.{name}": instead for name, instead in GONE.items()},

@@ -19,7 +19,6 @@ ARMS = {  # file -> arm of bench/results/recovery.md
     "auto_rgn": "auto_rgn",
     "curriculum": "curriculum",
     "learning_progress": "learning_progress",
-    "attention_binding": "attention_binding",
     "and_distillation": "and_distillation",
     "l2_sp": "retention",
     "hypergradient": "hypergradient",

@@ -22,7 +22,7 @@ def part(scheduler=SD, masks=True, seed=0, **options):
 
 
 def now(predict, step=0, progress=1.0):
-    return MicroStep(step, 0, progress, {}, torch.zeros(1, 4, 8, 8), torch.zeros(1), None, None, None, predict)
+    return MicroStep(step, 0, progress, {}, torch.zeros(1, 4, 8, 8), torch.zeros(1), None, None, predict)
 
 
 def exact(scheduler, composed=0.0):

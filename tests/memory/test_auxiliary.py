@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from silentbad.loop.hooks import MicroStep
-from silentbad.memory import auxiliary
 from silentbad.settings.memory import RoleConfig
 from tests.world import Trainer, config
 
@@ -15,7 +14,7 @@ def test_self_distillation_starts_near_zero_on_clean_records():
     batch = world.batch([world.records[0], world.records[-1]])
     x_t, t = torch.randn(2, 4, 8, 8), torch.tensor([10, 400])
     pred = trainer.predict(x_t, t, batch["text"])
-    now = MicroStep(0, 0, 0.0, batch, x_t, t, pred, None, trainer.unet, trainer.predict)
+    now = MicroStep(0, 0, 0.0, batch, x_t, t, pred, trainer.unet, trainer.predict)
     assert part(now).item() < 1e-3
     now = now._replace(model_pred=pred + torch.tensor([100.0, 1.0])[:, None, None, None])
     assert part(now).item() == pytest.approx(0.5, rel=0.05)
@@ -28,14 +27,3 @@ def test_clean_weight_scales_clean_records_alone():
     pred, target = torch.ones(2, 4, 8, 8), torch.zeros(2, 4, 8, 8)
     loss = trainer.memory.loss_per_sample(pred, target, torch.tensor([5, 5]), torch.tensor([1.0, 2.0]), batch)
     assert loss.tolist() == [1.0, 1.0]
-
-
-def test_the_last_layer_is_the_familys():
-    class Family:
-        last = ("head", "blocks")
-
-    model = torch.nn.ModuleDict({"blocks": torch.nn.Linear(2, 2), "conv_out": torch.nn.Linear(2, 2)})
-    assert auxiliary.last_layer(model, None) is model["conv_out"].weight  # type: ignore[arg-type]
-    model.family = Family()
-    assert auxiliary.last_layer(model, None) is model["blocks"].weight  # type: ignore[arg-type]
-    assert auxiliary.last_layer(model.requires_grad_(False), None) is None  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 
-from experiments import attention_binding
 from silentbad.data.elements import DataInfo
 from silentbad.data.loader import collate
 from silentbad.errors import UserError
@@ -94,18 +93,6 @@ def test_a_backdrop_never_covers_the_thing_before_it(masks):
         (cup,) = f["phrases"][2:]  # what else stands on the meadow is still to be seen, and said after the elements
         assert cup.startswith("a cup") and f["text"].endswith(f", {cup}")
     assert {f["phrases"][0] for f in both} == {"a red dot", "a meadow"}
-
-
-def test_a_union_binds_its_elements_and_not_what_stands_around():
-    world = backed_world()
-    rehearse, i = hook(world, "pairwise"), world.info.keys.index("t2/7")
-    row = int(world.info.rows[i][0])
-    union = next(f for draw in range(99) if (f := rehearse(world.load(row), (draw, row))))
-    batch = world.batch([union, world.records[row], world.records[-1] | {"role": "clean", "element_id": ""}])
-    of_union, of_element, of_clean = attention_binding.in_mask(world.info, batch)
-    assert [p in of_union for p in union["phrases"]] == [True, True, False]
-    assert [p in of_element for p in world.records[row]["phrases"]] == [True, False]
-    assert not any(p in of_clean for p in world.records[-1]["phrases"])
 
 
 def test_a_picture_of_another_size_is_fitted_to_the_drawn_one():

@@ -30,7 +30,7 @@ from tests.conftest import write_data
 from tests.mistakes import tensors, with_nan, without_first
 from tests.published import PUBLISHED, published, published_transformer
 from tests.tiny import tiny_pipeline
-from tests.toy import AND, GRADIENT_NORM, GSNR, MASS, PRIOR, stats_of
+from tests.toy import AND, GSNR, PRIOR, stats_of
 from tests.training import VALIDATION, checked, equal, same, step_once
 from train_silentbad import Run, main
 from train_silentbad import build as build_run
@@ -43,15 +43,12 @@ MEMORY = {
     "memory.phrase_memory.enabled": True,
     "memory.phrase_memory.share": 1.0,
     "memory.sampler.name": "weakest_first",
-    "memory.attention_binding.name": MASS,
-    "memory.attention_binding.options": '{"start": 0.0, "side": 2}',
     "memory.distillation.name": AND,
     "memory.distillation.options": '{"after": -9.0, "every": 1}',
     "memory.retention.name": "self_distillation",
     "memory.region.name": "mask",
     "memory.rehearsal.name": "pairwise",
     "memory.loss.dream": 1.0,
-    "memory.loss_balance.name": GRADIENT_NORM,
 }
 CONTROL = {"gradient_control.name": f"{PRIOR}+{GSNR}", "gradient_control.warmup": 1, "gradient_control.refresh": 1}
 
@@ -104,7 +101,7 @@ KINDS = {
 
 
 # What Stable Diffusion 3 refuses is left out (tests/model/test_sd3.py).
-FLOW = {k: v for k, v in MEMORY.items() if "attention_binding" not in k and k != "memory.loss.dream"}
+FLOW = {k: v for k, v in MEMORY.items() if k != "memory.loss.dream"}
 BY_GSNR = {**CONTROL, "gradient_control.name": GSNR}
 KINDS |= {
     "sd3, memory, control": ("sd3", {**FLOW, **BY_GSNR, "memory.timesteps.name": "logit_normal", "use_ema": True}),
@@ -114,7 +111,7 @@ KINDS |= {
 LONGER = {"sd2", "sd lora", "sd3 lora", "sd text, all memory", "xl lora text, all", "xl text"}
 
 
-PARTS = ("attention_binding", "distillation", "retention")
+PARTS = ("distillation", "retention")
 
 
 @pytest.mark.parametrize("arm", [pytest.param(k, marks=pytest.mark.thorough if k in LONGER else ()) for k in KINDS])
