@@ -41,7 +41,7 @@ from bench.recovery_table import append, stored
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval
 
 RESULTS = MICRO.results
-PAIRED = ("2760", "2761", "2762", "2763")  # targets that most arms have
+PAIRED = [str(target) for target in range(2760, 2768)]  # targets that most arms have
 GUIDANCE = (1.0, 2.0, 4.0)  # half of, at, and twice the validation's
 CAPTIONS = 96
 STEPS = 12  # of sampling
@@ -304,8 +304,10 @@ def table(rows: list[dict]) -> str:
 
 
 def pairs(rows: list[dict]) -> str:
-    """`table` of the targets that most arms have, for comparisons of one target with itself: Markdown."""
-    return table([row for row in rows if row["arm"] == "base" or row["target"] in PAIRED])
+    """`table` of the arms that have all PAIRED targets, on these alone, so that each is compared with itself: Markdown."""
+    paired = [row for row in rows if row["target"] in PAIRED]
+    whole = {arm for arm, of_arm in by_arm(paired).items() if len(of_arm) == len(PAIRED)}
+    return table([row for row in rows if row["arm"] == "base"] + [row for row in paired if row["arm"] in whole])
 
 
 def line(arm: str, rows: list[dict], base: dict) -> list[str]:
