@@ -96,6 +96,7 @@ def test_an_arm_says_whether_pictures_show_two_elements():
 
 def test_the_chart_has_two_points_an_arm_of_enough_targets(rows, monkeypatch):
     monkeypatch.setattr(kept, "FEW", 1)
+    monkeypatch.setattr(kept, "UNCHARTED", ())
     svg = kept.frontier(rows)
     assert svg.count("<circle") == 4 and svg.count('fill="#fff"') == 2 and "recommended" in svg
 
