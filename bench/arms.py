@@ -183,6 +183,8 @@ PUBLISHED: dict[str, Flags] = {
     # `recommended` where some of the layers train (bench/layers.py)
     "decoder": {**STRONG, **SPECTRAL, **DECODER},
     "decoder_long": {**STRONG, **SPECTRAL, **LONGER, **DECODER},
+    "adamw": STRONG,  # `recommended` without spectral updates
+    "decoder_adamw": {**STRONG, **DECODER},
     "decoder_resnets": {**STRONG, **SPECTRAL, **layers("up*.resnet")},
     "up1": {**STRONG, **SPECTRAL, **layers("up1")},
     "all_but_decoder": {**STRONG, **SPECTRAL, **layers("stem", "down*", "mid")},
@@ -287,7 +289,7 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "recommended_cheaper": (40.0, 200, 200),
     "recommended_long": (40.0, 600, 50),
     "recommended_leak_free": (40.0, 200, 20),
-    "recommended_adamw": (16.0, 400, 40),
+    **dict.fromkeys(("adamw", "decoder_adamw", "recommended_adamw"), (16.0, 400, 40)),
     "recommended_leak_free_adamw": (16.0, 400, 40),
     "replay": (8.0, 600, 100),
     "clean_weight_warm": (16.0, 1500, 125),

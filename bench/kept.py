@@ -304,7 +304,7 @@ def table(rows: list[dict]) -> str:
 
 
 def pairs(rows: list[dict]) -> str:
-    """`table` of the arms that have all PAIRED targets, on these alone, so that each is compared with itself: Markdown."""
+    """`table` of the arms that have all PAIRED targets, on these alone: Markdown."""
     paired = [row for row in rows if row["target"] in PAIRED]
     whole = {arm for arm, of_arm in by_arm(paired).items() if len(of_arm) == len(PAIRED)}
     return table([row for row in rows if row["arm"] == "base"] + [row for row in paired if row["arm"] in whole])

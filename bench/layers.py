@@ -9,7 +9,7 @@ autograd keeps between forward and backward, weights left out. Unless --smoke, t
 bench/results/layers-step.json.
 
 The runs are those of `bench.published --results bench/results/layers.jsonl` with the arms of `LAYERS` in bench/arms.py;
-the protocol is the section on targets from 2524 of research/protocol.md.
+the protocol is the section on targets from 2524 of research/protocol.md, and for `sooner` that on targets from 2842.
 """
 
 import argparse
@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from diffusers import UNet2DConditionModel
 
-from bench.published_table import Runs, by_arm, interval, markdown, mean_of, ratio, sign_flips
+from bench.arms import PUBLISHED_AT
+from bench.published_table import Runs, block_of, by_arm, interval, markdown, mean_of, ratio, sign_flips, times_sooner
 from bench.recovery_table import stored
 from bench.spectral import seconds
 from silentbad.control.spectral import SpectralAdamW, split
@@ -31,7 +32,7 @@ from silentbad.model.forwards import convolve
 from silentbad.model.groups import group_of
 from silentbad.settings.layers import chosen
 
-ARMS: dict[str, tuple[list[str], list[str]]] = {  # train_layers, gradient_control.spectral_except
+ARMS: dict[str, tuple[list[str], list[str]]] = {  # train_layers, layers that AdamW updates
     "all": (["*"], []),
     "all, AdamW for time, proj": (["*"], ["time", "proj"]),
     "mid and decoder": (["mid", "up*"], []),
@@ -40,6 +41,8 @@ ARMS: dict[str, tuple[list[str], list[str]]] = {  # train_layers, gradient_contr
     "decoder's resnets": (["up*.resnet"], []),
     "up1": (["up1"], []),
     "all but the decoder": (["stem", "down*", "mid"], []),
+    "all, AdamW alone": (["*"], ["*"]),
+    "decoder, AdamW alone": (["up*"], ["*"]),
 }
 PATTERNS = ("all", "decoder", "decoder's resnets", "up1")  # in the documents for users
 TOKENS = 32  # of a caption
@@ -61,6 +64,25 @@ TRAINS = {
     "decoder_long": "decoder, 600 steps",
 }
 OUTCOME = ("trains", "targets (runs)", "half of the images or more", "strict rate", "elements", "drift", "s a step")
+PACES = {  # arm of `sooner` -> its step in ARMS, what trains
+    "adamw": ("all, AdamW alone", "all layers, AdamW"),
+    "decoder_adamw": ("decoder, AdamW alone", "decoder, AdamW"),
+    "recommended": ("all", "all layers, spectral"),
+    "decoder": ("decoder", "decoder, spectral"),
+}
+HELD = "adamw"  # what the others are held against
+TIMED = 2842  # first target of the runs of `sooner`
+SOONER = (
+    "trains",
+    "targets",
+    "recovered",
+    "strict rate",
+    "drift",
+    "in steps",
+    "a step, ratio",
+    "in processor seconds",
+    "p",
+)
 OVER = ("decoder against", "targets", "strict rate, difference", "p", "drift, ratio", "s a step, ratio")
 
 
@@ -74,7 +96,9 @@ class Arm:
         convolve(self.unet)
         self.trains = [p for p in self.unet.parameters() if p.requires_grad]
         groups = split([{"params": self.trains, "name": "all"}], self.unet, without)
-        self.optimizer = SpectralAdamW(groups, lr=1e-6)
+        self.optimizer: torch.optim.Optimizer = SpectralAdamW(groups, lr=1e-6)
+        if without == ["*"]:
+            self.optimizer = torch.optim.AdamW(self.trains, lr=1e-6)
         config = self.unet.config
         generator = torch.Generator().manual_seed(0)
         shape = (batch, config.in_channels, config.sample_size, config.sample_size)
@@ -113,7 +137,7 @@ def states(optimizer: torch.optim.Optimizer) -> int:
 def arms_of(rows: list[dict]) -> dict[str, Runs]:
     """{what trains: runs}; the halves are one arm, each target with its own."""
     arms: dict[str, Runs] = {}
-    for (arm, factor, _), runs in by_arm(rows).items():
+    for (arm, factor, _), runs in by_arm([row for row in rows if block_of(row) != TIMED]).items():
         name = HALF if arm.startswith("half_") else arm if factor == 40 else f"{arm} at {factor:g}e-4"
         arms.setdefault(name, {}).update(runs)
     return arms
@@ -155,6 +179,31 @@ def compared(rows: list[dict]) -> str:
         cells = [interval(gain.tolist(), "+.2f"), p, *(ratio(logs, False, ".2f") for logs in (drift, step))]
         lines.append([TRAINS[name], str(len(both)), *cells])
     return markdown(OVER, lines)
+
+
+def sooner(rows: list[dict], figures: dict) -> str:
+    """How many times sooner than AdamW on all layers each arm of PACES recovers for good, in steps and in processor
+    seconds, paired over the targets that both ran: Markdown."""
+    runs = {key[0]: of_arm for key, of_arm in by_arm([row for row in rows if block_of(row) == TIMED]).items()}
+    if HELD not in runs:
+        return ""
+    base, lines = runs[HELD], []
+    for arm, (step, words) in PACES.items():
+        if arm not in runs:
+            continue
+        of_arm = runs[arm]
+        back = sum(run["strict"] is not None for seeds in of_arm.values() for run in seeds)
+        rates, drifts = (mean_of(of_arm, key, [*of_arm]).tolist() for key in ("strict rate", "drift"))
+        cells = [words, f"{back} of {len(of_arm)}", interval(rates), interval(drifts, ".4f")]
+        cost = figures["arms"][step]["ratio"] / figures["arms"][PACES[HELD][0]]["ratio"]
+        if arm == HELD:
+            lines.append([*cells, "1", "1", "1", ""])
+            continue
+        logs = times_sooner(base, of_arm, PUBLISHED_AT[HELD][1])
+        never = any(run["strict"] is None for target in base if target in of_arm for run in base[target])
+        seconds = logs - np.log(cost)
+        lines.append([*cells, ratio(logs, never), f"{cost:.2f}", ratio(seconds, never), f"{sign_flips(seconds):.3f}"])
+    return markdown(SOONER, lines)
 
 
 def steps_table(figures: dict) -> str:
@@ -210,7 +259,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         STEP.write_text(json.dumps(measured, indent=1) + "\n")
     if RUNS.exists():
         rows = stored(RUNS)
-        print(outcomes(rows), compared(rows), sep="\n\n")
+        print(outcomes(rows), compared(rows), sooner(rows, measured), sep="\n\n")
     return {name: f["ratio"] for name, f in figures.items()}
 
 

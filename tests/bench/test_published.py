@@ -124,6 +124,7 @@ ALSO = {  # to see whether they arrive at all, in pairs with `recommended_long`,
     "replay": {(1800, 100)},
     "recommended": {(200, 50), (200, 200)},
     "recommended_leak_free": {(200, 200)},
+    "decoder": {(200, 20)},  # its time to recovery
     "recommended_long": {
         *((600, 200), (600, 600)),  # more seeds, more clean pictures; beside `decoder_long`
         *((1200, 1200), (2400, 2400), (9600, 9600)),  # 8, 16 and 64 targets at once at equal exposures
