@@ -32,6 +32,7 @@ FROZEN = {  # block of targets -> the commit that freezes its arms and rates
     2500: "c203e699e6765c252f5fa48a52ed44978e32f61e",
     2524: "bfe2538af70331e1a0a1c111d38ce118ba7299d4",
     2732: "20135b913b3dae7faed82120efe436f659298c4d",
+    2842: "31fef8341c2c849777ef82f41324223e4fc9edaf",
 }
 
 
