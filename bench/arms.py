@@ -296,7 +296,7 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "plain": (8.0, 1500, 250),
 }
 # reported on targets of their own alone
-LATER = ("recommended_long", "decoder_long", "recommended_cheaper", "up1", *LAYERS)
+LATER = ("recommended_long", "decoder_long", "recommended_cheaper", "up1", "adamw", "decoder_adamw", *LAYERS)
 
 # The learning rate each arm is reported at, in units of 1e-4 (research/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)

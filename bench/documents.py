@@ -216,6 +216,7 @@ BLOCKS: dict[str, Block] = {
     "stealth": of(stealth.RESULTS, stealth.table),
     "layers": of(layers.RUNS, layers.outcomes),
     "layers-over": of(layers.RUNS, layers.compared),
+    "layers-sooner": of(layers.RUNS, layers.sooner, layers.STEP),
     "layers-step": of(layers.STEP, layers.steps_table),
     "layers-patterns": of(layers.STEP, layers.patterns_table),
     "shield": of("shield.json", shield_table.table),

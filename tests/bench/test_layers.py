@@ -15,6 +15,7 @@ def run(target: str, arm: str, rate: float, drift: float) -> list[dict]:
     row = {
         **SETTING,
         "target": target,
+        "targets": target,
         "arm": arm,
         "rate": rate,
         **shown,
@@ -26,12 +27,26 @@ def run(target: str, arm: str, rate: float, drift: float) -> list[dict]:
 
 
 def test_the_decoder_is_compared_in_pairs_and_the_halves_are_one_arm():
-    rows = [row for t in "ab" for row in run(t, "recommended", 1.0, 0.04) + run(t, "decoder", 0.9, 0.02)]
-    rows += run("a", "half_0", 0.5, 0.04) + run("b", "half_1", 0.25, 0.04)
+    rows = [row for t in "12" for row in run(t, "recommended", 1.0, 0.04) + run(t, "decoder", 0.9, 0.02)]
+    rows += run("1", "half_0", 0.5, 0.04) + run("2", "half_1", 0.25, 0.04)
     lines = {line.split(" | ")[0].strip("| "): line for line in layers.compared(rows).splitlines()[2:]}
     assert "-0.10" in lines["all layers"] and "0.50 [0.50, 0.50]" in lines["all layers"]
     assert "| 2 | +0.53" in lines[layers.TRAINS[layers.HALF]]
     assert "| 2 (2) | 1 of 2 | 0.38" in layers.outcomes(rows)
+
+
+def test_times_to_recovery_are_compared_in_pairs_of_targets():
+    """The last evaluation below of what is held against, the first above of the other; seconds by what a step costs."""
+    rows = []
+    for target in ("2842", "2843"):
+        for arm, steps, below, above in (("adamw", 400, 160, 200), ("decoder", 200, 60, 80)):
+            start, last = (row | {"steps": steps} for row in run(target, arm, 1.0, 0.04))
+            rows += [start, start | {"step": below}, last | {"step": above}, last | {"step": steps}]
+    costs = {"all, AdamW alone": 0.5, "decoder": 0.75}
+    lines = layers.sooner(rows, {"arms": {name: {"ratio": cost} for name, cost in costs.items()}}).splitlines()
+    assert lines[2].startswith("| all layers, AdamW | 2 of 2 |")
+    assert "| 2.0 [2.0, 2.0] | 1.50 | 1.3 [1.3, 1.3] |" in lines[3]
+    assert layers.arms_of(rows) == {}
 
 
 def test_fewer_layers_cost_less(capsys):
@@ -48,8 +63,8 @@ def test_spectral_updates_are_timed():
 
 
 def test_cheaper_spectral_updates_are_compared_in_pairs_of_targets():
-    rows = [row for t in "ab" for row in run(t, "recommended", 1.0, 0.04) + run(t, spectral.CHEAPER, 0.75, 0.04)]
-    rows += run("c", "recommended", 0.0, 0.04)
+    rows = [row for t in "12" for row in run(t, "recommended", 1.0, 0.04) + run(t, spectral.CHEAPER, 0.75, 0.04)]
+    rows += run("3", "recommended", 0.0, 0.04)
     lines = spectral.recovery(rows).splitlines()
     assert "| 2 | 1.00 [1.00, 1.00] |" in lines[2]
     assert "| difference | 2 | -0.25 [-0.25, -0.25] |" in lines[4]
