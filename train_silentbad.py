@@ -230,6 +230,7 @@ def steps(run: Run, requests: Requests) -> int:
         unit="step",
         disable=not accelerator.is_local_main_process,
     )
+    run.timers.start_is_over()
     first = state.step + 1
     measured = None  # the last step at which something was measured
     with requests, run.checkpoints.rescue(run.loader), bar:
@@ -252,7 +253,7 @@ def steps(run: Run, requests: Requests) -> int:
                 batches.append(batch)
                 with accelerator.accumulate(run.model), run.timers.of("forward"):
                     losses.append(micro_step(run, batch, micro))
-            with state.update_under_way():
+            with state.update_under_way(), run.timers.of("update"):
                 united = [joined for batch in batches for joined in batch["united"]]
                 run.memory.count_rehearsals(united)
                 updated = update(run)
@@ -354,6 +355,7 @@ def finish(run: Run) -> None:
             if not any(map(limit.holds, run.recovery.history)):
                 found = "was not written: no measured point keeps"
             run.log.say(f"best/ {found} {limit.share:g} of the base by {limit.by}")
+    run.accelerator.print(f"time: {run.timers.text()}")
     if run.config.push_to_hub:
         run.products.push()
 

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import time
 from pathlib import Path
 
 __version__ = "0.2.0"
+BEGAN = time.perf_counter()  # when a command began: this module is its first import
 # copies of configs/ and assets/ in an installed package
 BUNDLED = Path(__file__).parent / "_bundled"
 ROOT = BUNDLED if BUNDLED.is_dir() else Path(__file__).parents[1]  # where configs/ and assets/ lie

@@ -60,7 +60,7 @@ def test_early_points_may_stand_at_powers_of_two(tmp_path):
     assert [s for s in range(25) if make_hook(tmp_path, steps=10).should_run(s)] == [0, 10, 20]
 
 
-def test_rows_count_samples_and_say_where_the_time_went(flags, data, tmp_path):
+def test_rows_count_samples_and_say_where_the_time_went(flags, data, tmp_path, capsys):
     assert (
         main(
             flags(
@@ -77,6 +77,7 @@ def test_rows_count_samples_and_say_where_the_time_went(flags, data, tmp_path):
         )
         == 0
     )
+    assert re.search(r"^time: \d+ s: .*\bforward \d+%", capsys.readouterr().out, re.M)
     logged = rows(tmp_path / "run")
     assert [row["samples"] for row in logged] == [6, 12, 18]  # 3 a micro-batch, 2 of those a step
     lines = (tmp_path / "run" / "timings.jsonl").read_text().splitlines()
@@ -104,6 +105,9 @@ def test_timers_divide_the_time_since_the_last_reading():
     assert first["time/data"] > 0.1 < first["time/forward"] and first["time/data"] + first["time/forward"] <= 1
     assert 8 / first["samples_per_second"] >= 0.08
     assert timers.read(8) == {"samples_per_second": 0.0}
+    timers.start_is_over()
+    assert 0 <= timers.whole["start"] and timers.whole["forward"] >= 0.04  # a reading takes nothing off the whole
+    assert re.fullmatch(r"\d+ s: (\w+ \d+%, ){3}\w+ \d+%", timers.text())
 
 
 def test_the_best_may_be_chosen_by_the_held_out_loss(flags, data, tmp_path, capsys):

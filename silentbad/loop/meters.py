@@ -1,11 +1,14 @@
 """Running sums on the device, and where the host's time goes."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from silentbad import BEGAN
 
 
 class Meters:
@@ -61,8 +64,13 @@ class Timers:
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
+        self.whole: dict[str, float] = defaultdict(float)  # the same since the command began
         self.began = time.perf_counter()
         self.samples = 0
+
+    def start_is_over(self) -> None:
+        """What the command took so far is the start."""
+        self.whole["start"] = time.perf_counter() - BEGAN
 
     @contextmanager
     def of(self, activity: str) -> Iterator[None]:
@@ -70,7 +78,9 @@ class Timers:
         try:
             yield
         finally:
-            self.spent[activity] = self.spent.get(activity, 0.0) + time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self.spent[activity] = self.spent.get(activity, 0.0) + seconds
+            self.whole[activity] += seconds
 
     def waiting(self, activity: str, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items; the time spent waiting for each counts for `activity`."""
@@ -93,3 +103,11 @@ class Timers:
         self.began = now
         self.samples = samples
         return values
+
+    def text(self) -> str:
+        """Where the command's time went, the longest first."""
+        total = time.perf_counter() - BEGAN
+        whole = self.whole | {"other": max(total - sum(self.whole.values()), 0.0)}
+        longest = sorted(whole, key=lambda name: -whole[name])
+        parts = [f"{name} {whole[name] / total:.0%}" for name in longest]
+        return f"{total:.0f} s: " + ", ".join(parts)
