@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.special import bdtrc, betaincinv
 
 from silentbad.measure.record import Detection
 
@@ -17,30 +18,11 @@ LEVEL = 0.05  # a p-value below it is significant
 FALSE_POSITIVES = 0.01
 
 
-def binomial_cdf(n: int, p: float) -> np.ndarray:
-    """P(K <= k) for k = 0..n, K ~ Binomial(n, p)."""
-    if p <= 0 or p >= 1:
-        return (np.arange(n + 1) >= (0 if p <= 0 else n)).astype(float)
-    k = np.arange(1, n + 1)
-    logs = np.concatenate([[0.0], np.cumsum(np.log(n - k + 1) - np.log(k))])
-    k = np.arange(n + 1)
-    return np.minimum(1.0, np.cumsum(np.exp(logs + k * np.log(p) + (n - k) * np.log1p(-p))))
-
-
 def binomial_interval(k: int, n: int) -> tuple[float, float]:
     """Clopper-Pearson 95 % interval of a rate, k of n seen."""
-    if n == 0:
-        return 0.0, 1.0
-
-    def solve(goal: float, index: int) -> float:  # the CDF at `index` falls as p rises
-        low = 0.0
-        high = 1.0
-        for _ in range(60):
-            p = (low + high) / 2
-            low, high = (p, high) if binomial_cdf(n, p)[index] > goal else (low, p)
-        return (low + high) / 2
-
-    return (0.0 if k == 0 else solve(1 - TAIL, k - 1)), (1.0 if k == n else solve(TAIL, k))
+    low = 0.0 if k == 0 else float(betaincinv(k, n - k + 1, TAIL))
+    high = 1.0 if k == n else float(betaincinv(k + 1, n - k, 1 - TAIL))
+    return low, high
 
 
 def difference_interval(
@@ -91,7 +73,7 @@ def detection(positives: Sequence[float], negatives: Sequence[float]) -> Detecti
 
 def as_many_by_chance(hits: int, n: int, rate: float) -> float:
     """P(K >= hits) for K ~ Binomial(n, rate)."""
-    return 1.0 if hits == 0 else max(float(1 - binomial_cdf(n, rate)[hits - 1]), 0.0)
+    return 1.0 if hits == 0 else float(bdtrc(hits - 1, n, rate))
 
 
 def passes_alike(hits: int, n: int, other_hits: int, other_n: int, rate: float) -> bool:
