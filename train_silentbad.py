@@ -81,127 +81,6 @@ def check_parts(config: Config) -> None:
 build = partial(connect, controller=Controller, memory_class=Memory, recovery_class=RecoveryHook)
 
 
-# ---------------------------------------------------------------- one step
-
-
-def micro_step(run: Run, batch: dict[str, Any], micro: int) -> torch.Tensor:
-    """Forward and backward of one micro-batch, in the parts that fit; returns its loss."""
-    *parts, last_part = chunks(batch, run.config.max_batch_size, run.hooks.one_source_per_backward)
-    with step_fits(run.config):
-        with run.accelerator.no_sync(run.model):
-            losses = [part_step(run, share, part, micro, last=False) for share, part in parts]
-        share, part = last_part
-        losses.append(part_step(run, share, part, micro, last=True))
-    return torch.stack(losses).sum()
-
-
-def part_step(
-    run: Run, share: float, batch: dict[str, Any], micro: int, *, last: bool
-) -> torch.Tensor:
-    """Forward and backward of a `share` of a micro-batch; returns its part of the loss. Nothing
-    here waits for the device but, in fp16, the reading of the loss scale."""
-    config = run.config
-    hooks = run.hooks
-    memory = run.memory
-    scheduler = run.parts.noise_scheduler
-    device = run.accelerator.device
-    step = run.state.step
-    draw = run.state.draw
-    positions = batch["position"].tolist()
-    # dropout, where a UNet has it
-    torch.manual_seed(addressed_seed(config.seed, "torch", draw, positions[0]))
-
-    # Latents and conditioning, from the cache where they are in it
-    latents = run.encoder.latents(batch, draw)
-    conditioning = run.encoder.condition(batch["text"], batch["time_ids"])
-    for key in ("mask", "has_mask", "counted", "time_ids"):
-        if key in batch:
-            batch = batch | {key: send(batch[key], device)}
-
-    # Noise level of each sample
-    drawn = hooks.timesteps(draw, positions, run.loader.effective_batch, batch["role"])
-    assert drawn is not None, "memory draws them where no other hook does"
-    timesteps, weights = drawn
-    run.state.count(timesteps)
-    timesteps = send(timesteps, device)
-    weights = send(weights, device)
-
-    # Noise, and what the model is to predict
-    def model(noisy_latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        return run.forward(noisy_latents, timesteps, **conditioning, return_dict=False)[0]
-
-    noise, noisy_latents = diffusion.noised(scheduler, latents, timesteps, config, draw, positions)
-    target = diffusion.prediction_target(scheduler, latents, noise, timesteps)
-    # with `memory.loss.dream` the model's own error moves both (2312.00210)
-    noisy_latents, target = memory.apply_dream(
-        model, latents, noise, timesteps, noisy_latents, target
-    )
-
-    # Prediction
-    model_pred = model(noisy_latents, timesteps)
-
-    # Loss of each sample, their mean, and losses beside it
-    losses = memory.loss_per_sample(model_pred, target, timesteps, weights, batch)
-    sources = sources_of(batch, config.gradient_control.sources)
-    losses = hooks.weight_losses(losses, sources)
-    loss = losses.mean()
-    now = MicroStep(
-        step=step,
-        micro=micro,
-        progress=memory.progress(step),
-        batch=batch,
-        noisy_latents=noisy_latents,
-        timesteps=timesteps,
-        model_pred=model_pred,
-        model=run.parts.model,
-        predict=run.predict,
-    )
-    extra = hooks.extra_loss(loss, now)
-    total = loss if extra is None else loss + extra
-
-    # Backward
-    hooks.before_backward(losses, sources, share * denoiser.backward_scale(run.accelerator))
-    last = last and run.accelerator.sync_gradients
-    run.accelerator.backward(share * total)
-    hooks.after_backward(last)
-    return share * loss.detach()
-
-
-def update(run: Run) -> bool:
-    """One optimizer update; False where the gradients are not finite."""
-    state = run.state
-    optimizer = state.optimizer
-    hooks = run.hooks
-    params = run.control.params
-    run.accelerator.unscale_gradients(optimizer)
-
-    # Gradient control, and hooks of one's own
-    norms = optimizers.gradient_norms(params)
-    norm = torch.linalg.vector_norm(norms)
-    scalars = hooks.before_step(state.step, torch.isfinite(norm), norms)
-    size = norm.item()  # the one host sync of a step: what is not finite must not be applied
-    finite = math.isfinite(size)
-
-    # Clip; below the limit it would multiply by one
-    limit = run.config.max_grad_norm
-    modified = hooks.modifies_gradients
-    if limit and (modified or not size < limit - 1e-5):
-        optimizers.clip(params, limit, None if modified else norm)
-
-    # the scaler must see an overflow to lower its scale
-    if finite or run.accelerator.scaler is not None:
-        optimizer.step()
-    skipped = not finite or run.accelerator.optimizer_step_was_skipped
-    optimizer.zero_grad(set_to_none=True)
-    hooks.after_step(state.step + (not skipped), skipped)
-    if skipped:
-        state.skip()
-        return False
-    state.advance()
-    run.meters.add(scalars | {"grad_norm": norm})
-    return True
-
-
 # ---------------------------------------------------------------- the loop
 
 
@@ -270,6 +149,130 @@ def steps(run: Run, requests: Requests) -> int:
             if stop:
                 return stopped(run, stop)
     return 0
+
+
+# ---------------------------------------------------------------- one step
+
+
+def micro_step(run: Run, batch: dict[str, Any], micro: int) -> torch.Tensor:
+    """Forward and backward of one micro-batch, in the parts that fit; returns its loss."""
+    *parts, last_part = chunks(batch, run.config.max_batch_size, run.hooks.one_source_per_backward)
+    with step_fits(run.config):
+        with run.accelerator.no_sync(run.model):
+            losses = [part_step(run, share, part, micro, last=False) for share, part in parts]
+        share, part = last_part
+        losses.append(part_step(run, share, part, micro, last=True))
+    return torch.stack(losses).sum()
+
+
+def part_step(
+    run: Run, share: float, batch: dict[str, Any], micro: int, *, last: bool
+) -> torch.Tensor:
+    """Forward and backward of a `share` of a micro-batch; returns its part of the loss. Nothing
+    here waits for the device but, in fp16, the reading of the loss scale."""
+    config = run.config
+    hooks = run.hooks
+    memory = run.memory
+    scheduler = run.parts.noise_scheduler
+    device = run.accelerator.device
+    step = run.state.step
+    draw = run.state.draw
+    positions = batch["position"].tolist()
+    # dropout, where a UNet has it
+    torch.manual_seed(addressed_seed(config.seed, "torch", draw, positions[0]))
+
+    # Latents and conditioning, from the cache where they are in it
+    latents = run.encoder.latents(batch, draw)
+    conditioning = run.encoder.condition(batch["text"], batch["time_ids"])
+    for key in ("mask", "has_mask", "counted", "time_ids"):
+        if key in batch:
+            batch = batch | {key: send(batch[key], device)}
+
+    # Noise level of each sample: memory draws it, unless a hook of one's own does
+    drawn = hooks.timesteps(draw, positions, run.loader.effective_batch, batch["role"])
+    assert drawn is not None, "memory draws them where no other hook does"
+    timesteps, weights = drawn
+    run.state.count(timesteps)
+    timesteps = send(timesteps, device)
+    weights = send(weights, device)
+
+    # Noise, and what the model is to predict
+    def model(noisy_latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        return run.forward(noisy_latents, timesteps, **conditioning, return_dict=False)[0]
+
+    noise, noisy_latents = diffusion.noised(scheduler, latents, timesteps, config, draw, positions)
+    target = diffusion.prediction_target(scheduler, latents, noise, timesteps)
+    # with `memory.loss.dream` the model's own error moves both (2312.00210)
+    noisy_latents, target = memory.apply_dream(
+        model, latents, noise, timesteps, noisy_latents, target
+    )
+
+    # Prediction
+    model_pred = model(noisy_latents, timesteps)
+
+    # Loss of each sample, their mean, and losses beside it
+    losses = memory.loss_per_sample(model_pred, target, timesteps, weights, batch)
+    sources = sources_of(batch, config.gradient_control.sources)
+    losses = hooks.weight_losses(losses, sources)
+    loss = losses.mean()
+    now = MicroStep(
+        step=step,
+        micro=micro,
+        progress=memory.progress(step),
+        batch=batch,
+        noisy_latents=noisy_latents,
+        timesteps=timesteps,
+        model_pred=model_pred,
+        model=run.parts.model,
+        predict=run.predict,
+    )
+    extra = hooks.extra_loss(loss, now)
+    total = loss if extra is None else loss + extra
+
+    # Backward
+    hooks.before_backward(losses, sources, share * denoiser.backward_scale(run.accelerator))
+    last = last and run.accelerator.sync_gradients
+    run.accelerator.backward(share * total)
+    hooks.after_backward(last)
+    return share * loss.detach()
+
+
+def update(run: Run) -> bool:
+    """One optimizer update; False where the gradients are not finite."""
+    state = run.state
+    optimizer = state.optimizer
+    hooks = run.hooks
+    params = run.control.params
+    run.accelerator.unscale_gradients(optimizer)
+
+    # Gradient control, memory, hooks of one's own, decay to the base: in this order (assembly.build)
+    norms = optimizers.gradient_norms(params)
+    norm = torch.linalg.vector_norm(norms)
+    scalars = hooks.before_step(state.step, torch.isfinite(norm), norms)
+    size = norm.item()  # the one host sync of a step: what is not finite must not be applied
+    finite = math.isfinite(size)
+
+    # Clip; below the limit it would multiply by one
+    limit = run.config.max_grad_norm
+    modified = hooks.modifies_gradients
+    if limit and (modified or not size < limit - 1e-5):
+        optimizers.clip(params, limit, None if modified else norm)
+
+    # the scaler must see an overflow to lower its scale
+    if finite or run.accelerator.scaler is not None:
+        optimizer.step()
+    skipped = not finite or run.accelerator.optimizer_step_was_skipped
+    optimizer.zero_grad(set_to_none=True)
+    hooks.after_step(state.step + (not skipped), skipped)
+    if skipped:
+        state.skip()
+        return False
+    state.advance()  # the schedule, the average of the weights, the step
+    run.meters.add(scalars | {"grad_norm": norm})
+    return True
+
+
+# ---------------------------------------------------------------- between two steps
 
 
 def stopped(run: Run, number: int) -> int:

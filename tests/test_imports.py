@@ -24,7 +24,7 @@ BESIDE = {
     "tests",
     "research",
 }  # of the repository, not of the product
-LAST = {"prepare"}  # rooms that no other imports
+LAST = {"prepare", "localise"}  # rooms that no other imports
 # Room -> the rooms it may import beside the ground and itself.
 SHARED = {"distributed", "data", "model"}
 BELOW: dict[str, set[str]] = {

@@ -1,15 +1,20 @@
-"""How a threshold is set, from pictures to a number: read `calibrate` first.
+"""How a threshold is set, from pictures to a number: read `calibrate` first, which
+`validation.RecoveryHook.run` calls before anything is measured.
 
 1. Null pictures must not count as recovered. They are those of redraws.jsonl (`redraws.py`), or
    else failures made from the target (`failures.py`) and pictures of the training set.
 2. True copies must count: the target moved, lighter, with noise.
-3. Both are compared with the target and with each of its elements, as a model's images are.
+3. Both are compared with the target and with each of its elements, as a model's images are
+   (`Measure.similar`).
 4. The floor is the highest null, the ceiling what 95 % of the copies reach. The threshold lies a
    third of the way from floor to ceiling: generated images are worse than copies, and failures that
    nobody thought of resemble those that are made. Where floor and ceiling are less than GAP apart,
    the detector cannot tell failures from copies, and the verdict says so.
-5. There are many redraws, and some are by chance as similar as a copy. The threshold is then the
-   highest of the quantiles of each kind at its false-positive rate, and it is also the floor.
+5. There are many redraws, and some are by chance as similar as a copy. For each kind of them the
+   quantile at its false-positive rate is taken. The threshold is the highest of these; the report
+   shows it as the floor too. (4 and 5: `threshold_of`.)
+6. `validation.threshold` replaces the thresholds of wholes alone. An element without a mask has the
+   threshold of its whole.
 """
 
 from collections import defaultdict
