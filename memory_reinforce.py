@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from silentbad.data.elements import ORDERS, DataInfo, Epochs
+from silentbad.data.elements import DataInfo, Epochs
 from silentbad.loop.hooks import Hook, MicroStep
 from silentbad.memory import masks, probes
 from silentbad.memory.auxiliary import Auxiliaries, ModelAccess, RunFacts, SelfDistillation
@@ -25,7 +25,7 @@ from silentbad.memory.error_by_timestep import ErrorByTimestep
 from silentbad.memory.masks import REGION
 from silentbad.memory.rehearsal import REHEARSAL, Rehearsal, Rehearsed
 from silentbad.memory.samplers import weakest_first
-from silentbad.memory.timesteps import SEQUENCES, draw_timesteps, logit_normal, mixed, mode
+from silentbad.memory.timesteps import draw_timesteps, logit_normal, mixed, mode
 from silentbad.memory.weightings import flow_sigma, in_prediction, mse
 from silentbad.model import diffusion
 from silentbad.settings import user_code
@@ -201,10 +201,7 @@ def check(config: MemoryConfig) -> None:
     slots += [(TIMESTEPS, policy) for policy in policies(config).values()]
     parts = [(registry, part.name, part.options) for registry, part in slots]
     parts.append((ERRORS, config.loss.error, {}))
-    parts.append((ORDERS, config.sampler.order, {}))
-    parts.append((SEQUENCES, config.timesteps.sequence, {}))
-    named = {"loss.error": ERRORS, "sampler.order": ORDERS, "timesteps.sequence": SEQUENCES}
-    check_memory(config, {**REGISTRIES, **named})
+    check_memory(config, {**REGISTRIES, "loss.error": ERRORS})
     check_part(memory=config)
     for registry, name, options in parts:
         registry.try_part(name, options)
@@ -280,9 +277,7 @@ class Memory(Hook):
             reduce=reduce,
         )
         shares = partial(SAMPLERS[config.sampler.name], **config.sampler.options)
-        self.epochs = Epochs(
-            shares, info, seed, config.sampler.clean_ratio, self.phrases.rows, config.sampler.order
-        )
+        self.epochs = Epochs(shares, info, seed, config.sampler.clean_ratio, self.phrases.rows)
         self.rehearse = Rehearsal(
             config.rehearsal.name, config.rehearsal.options, info, seed, access.load, mask_images
         )
@@ -339,8 +334,7 @@ class Memory(Hook):
             self.snr_numpy, self.progress(draw), error, **policy.options
         )
         importance = self.config.timesteps.importance
-        sequence = self.config.timesteps.sequence
-        return draw_timesteps(density, self.seed, draw, positions, count, importance, sequence)
+        return draw_timesteps(density, self.seed, draw, positions, count, importance)
 
     def progress(self, count: int) -> float:
         """Share of the run that is over after so many steps, or draws, in [0, 1]."""

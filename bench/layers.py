@@ -72,17 +72,7 @@ PACES = {  # arm of `sooner` -> its step in ARMS, what trains
 }
 HELD = "adamw"  # what the others are held against
 TIMED = 2842  # first target of the runs of `sooner`
-SOONER = (
-    "trains",
-    "targets",
-    "recovered",
-    "strict rate",
-    "drift",
-    "in steps",
-    "a step, ratio",
-    "in processor seconds",
-    "p",
-)
+SOONER = ("trains", "recovered", "strict rate", "drift", "in steps", "a step, ratio", "in processor seconds", "p")
 OVER = ("decoder against", "targets", "strict rate, difference", "p", "drift, ratio", "s a step, ratio")
 
 

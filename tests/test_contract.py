@@ -29,10 +29,8 @@ SLOTS = {  # registry -> where its parts go in a configuration of memory
     "loss.error": lambda place: {"loss": {"error": place}},
     "region": lambda place: {"region": place},
     "rehearsal": lambda place: {"rehearsal": place, "region": "mask"},
-    "sampler.order": lambda place: {"sampler": {"order": place}},
-    "timesteps.sequence": lambda place: {"timesteps": {"sequence": place}},
 }
-MEMORY = {**mr.REGISTRIES, "loss.error": mr.ERRORS, "sampler.order": mr.ORDERS, "timesteps.sequence": mr.SEQUENCES}
+MEMORY = {**mr.REGISTRIES, "loss.error": mr.ERRORS}
 PARTS = {"rule": SCALE_RULES}
 PARTS |= {kind: registry for kind, registry in MEMORY.items() if kind in SLOTS}
 FED_BY_A_HOOK = ("curvature", "hypergradient")  # rules of what a hook measures, tested with it

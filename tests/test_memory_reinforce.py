@@ -125,14 +125,3 @@ def test_the_step_never_waits_for_the_device(region):
         extra = m.extra_loss(loss, MicroStep(1, 0, m.progress(1), fake, x_t, t, pred, unet, predict))
         (loss + extra).backward()
     assert {"memory/distillation", "memory/retention"} <= set(m.meters())
-
-
-def test_unknown_order_and_sequence_are_named():
-    config = mr.MemoryConfig()
-    config.sampler.order = "sorted"
-    with pytest.raises(UserError, match="memory.sampler.order: unknown name 'sorted'; there are: shuffled"):
-        mr.check(config)
-    config = mr.MemoryConfig()
-    config.timesteps.sequence = "sobol"
-    with pytest.raises(UserError, match="memory.timesteps.sequence: unknown name 'sobol'"):
-        mr.check(config)

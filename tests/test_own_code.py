@@ -278,8 +278,6 @@ def test_region_rehearsal_embedder_and_optimizer_are_places_recorded_and_hashed(
         ("memory.loss.error", "def f(pred, target, delta): return target - pred", "is the least"),
         ("memory.region.name", "def f(mask, has_mask, estimated, size): return estimated", "whose sum is"),
         ("memory.region.name", "def f(mask, has_mask, estimated, size): return estimated * 0", "zeros alone"),
-        ("memory.sampler.order", "def f(parts, g): return parts[0]", "returns numbers of shape (3,)"),
-        ("memory.timesteps.sequence", "def f(seed, draw, n): return [0.5] * n", "returns list"),
         ("optimizer", "f = 1", "no torch optimizer"),
     ],
 )

@@ -14,7 +14,6 @@ import torch
 from silentbad import rng
 from silentbad.data.phrases import shared_phrases
 from silentbad.errors import UserError
-from silentbad.settings.registries import Examples, Judge, Parts
 
 
 class DataInfo:
@@ -125,11 +124,10 @@ def epoch_order(
     seed: int,
     epoch: int,
     clean_ratio: float | None,
-    order: str = "shuffled",
 ) -> np.ndarray:
     """Record indices of one epoch: as many element exposures as element records, dealt by q; every
     rehearsal record once; exactly round(clean_ratio * elements) clean ones (None: each once), taken
-    in turn across epochs. `order` is one of ORDERS."""
+    in turn across epochs; all in one random order."""
     n_e = sum(map(len, info.rows))
     clean, rehearsal = (np.flatnonzero(info.roles == role) for role in ("clean", "rehearsal"))
     n_c = len(clean) if clean_ratio is None else round(clean_ratio * n_e)
@@ -142,40 +140,8 @@ def epoch_order(
     parts = [deal(info.rows[i], 0, int(c), seed, "element", epoch, i) for i, c in enumerate(counts)]
     if n_c:
         parts.append(deal(clean, epoch * n_c, n_c, seed, "clean"))
-    return ORDERS[order]([*parts, rehearsal], g)
-
-
-# An order puts an epoch's parts (the records dealt for each element, the clean ones, the
-# rehearsals) in line.
-def shuffle(parts: list[np.ndarray], g: torch.Generator) -> np.ndarray:
-    """All records in one random order."""
-    rows = np.concatenate(parts).astype(np.int64)
+    rows = np.concatenate([*parts, rehearsal]).astype(np.int64)
     return rows[torch.randperm(len(rows), generator=g).numpy()]
-
-
-def interleave(parts: list[np.ndarray], g: torch.Generator) -> np.ndarray:
-    """Every part spread evenly over the epoch, record j of c at (j + u)/c with one random u a part:
-    each batch then holds each element in proportion, to within one record."""
-    rows = np.concatenate(parts).astype(np.int64)
-    offsets = torch.rand(len(parts), generator=g, dtype=torch.float64).tolist()
-    at = np.concatenate(
-        [(np.arange(len(p)) + u) / max(len(p), 1) for p, u in zip(parts, offsets, strict=True)]
-    )
-    return rows[np.argsort(at, kind="stable")]
-
-
-def order_examples() -> Examples:
-    """Two elements' records and a clean one."""
-    parts = [np.arange(3), np.arange(3, 5), np.arange(5, 6)]
-    yield (parts, torch.Generator()), Judge((6,), total=15)
-
-
-ORDERS = Parts(
-    {"shuffled": shuffle, "interleaved": interleave},
-    key="memory.sampler.order",
-    takes="parts g",
-    examples=order_examples,
-)
 
 
 @dataclass(eq=False)
@@ -191,7 +157,6 @@ class Epochs:
     seed: int
     clean_ratio: float | None
     history: Callable[[], np.ndarray]
-    order: str = "shuffled"
     dealt: tuple[int, list] | None = None
 
     def state_dict(self) -> tuple[int, list] | None:
@@ -209,7 +174,7 @@ class Epochs:
         n = len(records)
         rho = np.asarray(self.dealt[1], dtype=np.float64).reshape(len(self.dealt[1]), n)
         q = self.share(rho, records, epoch) if n else np.zeros(0)
-        return epoch_order(self.info, q, self.seed, epoch, self.clean_ratio, self.order)
+        return epoch_order(self.info, q, self.seed, epoch, self.clean_ratio)
 
 
 def epoch_length(info: DataInfo, clean_ratio: float | None) -> int:

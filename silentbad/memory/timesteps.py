@@ -9,33 +9,15 @@ from annotated_types import Interval
 
 from silentbad import rng
 from silentbad.errors import UserError
-from silentbad.settings.registries import Judge, Parts
 from silentbad.settings.types import Positive, Unit
 
-GOLDEN = (5**0.5 - 1) / 2
 
-
-def random_comb(seed: int, draw: int, n: int) -> np.ndarray:
+def comb(seed: int, draw: int, n: int) -> np.ndarray:
     """u (n,): a comb of n teeth with one random offset (2107.00630), dealt out anew at every
     draw."""
     g = rng.generator(seed, "timesteps", draw)
     perm = torch.randperm(n, generator=g).numpy()
     return (perm + torch.rand((), generator=g, dtype=torch.float64).item()) / n
-
-
-def golden_comb(seed: int, draw: int, n: int) -> np.ndarray:
-    """u (n,): a comb dealt out once and turned by the golden ratio at every draw, so that each
-    position of the batch walks evenly through all noise levels too (a Kronecker sequence); uniform
-    over the seeds."""
-    return (random_comb(seed, 0, n) + draw * GOLDEN) % 1.0
-
-
-SEQUENCES = Parts(
-    {"random": random_comb, "golden": golden_comb},
-    key="memory.timesteps.sequence",
-    takes="seed draw n",
-    examples=lambda: [((0, 1, 8), Judge((8,)))],
-)
 
 
 def draw_timesteps(
@@ -45,11 +27,10 @@ def draw_timesteps(
     positions: list[int],
     n: int,
     importance: bool,
-    sequence: str = "random",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(t (B,), w (B,)) at `positions` of the draw's effective batch: the inverse CDF of the density
-    p (T,) at an even comb u of SEQUENCES; w = 1/(T p) or 1."""
-    u = SEQUENCES[sequence](seed, draw, n)[np.asarray(positions)]
+    p (T,) at an even `comb` u; w = 1/(T p) or 1."""
+    u = comb(seed, draw, n)[np.asarray(positions)]
     cdf = np.cumsum(p)
     t = np.minimum(np.searchsorted(cdf / cdf[-1], u, side="right"), len(p) - 1)
     w = 1 / (len(p) * p[t]) if importance else np.ones(len(t))

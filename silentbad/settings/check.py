@@ -29,8 +29,6 @@ MEMORY = {  # {slot of `memory`, or key inside a slot: the registry of the names
     "distillation": "memory_reinforce:AUXILIARY['distillation']",
     "retention": "memory_reinforce:AUXILIARY['retention']",
     "loss.error": "memory_reinforce:ERRORS",
-    "sampler.order": "silentbad.data.elements:ORDERS",
-    "timesteps.sequence": "silentbad.memory.timesteps:SEQUENCES",
 }
 SCALE_RULES = "gradient_control:SCALE_RULES"
 

@@ -60,9 +60,6 @@ class SamplerConfig(Part):
     clean_ratio: Ratio | None = option(
         None, "clean exposures per element exposure; None: every record once"
     )
-    order: str = option(
-        "shuffled", "of an epoch; interleaved: each batch holds each element in proportion"
-    )
 
 
 @dataclass
@@ -75,10 +72,6 @@ class TimestepConfig(Part):
         "w = 1/(T p): the policy changes the variance, not the objective",
         needs="memory.timesteps.name",
         idle="said",
-    )
-    sequence: str = option(
-        "random",
-        "of the batch's comb of noise levels; golden: each position walks through all of them",
     )
 
 

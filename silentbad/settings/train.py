@@ -361,6 +361,8 @@ class TrainConfig(DataSettings):
         "between the sources were no better",
         "gradient_control.transform": "is gone: with the little conflict there is it changed nothing",
         "memory.attention_binding": "is gone: it was no faster than plain",
+        "memory.sampler.order": "is gone: each epoch is shuffled, which was as good",
+        "memory.timesteps.sequence": "is gone: the comb is dealt out anew at every draw, which was as good",
         "memory.loss_balance": "is gone: an auxiliary loss has its own weight",
         "preview": "is gone: `python -m silentbad.prepare.preview FOLDER` draws the data, the report the rest",
         "gradient_control.shrink": "is an optimizer now: use "

@@ -46,6 +46,7 @@ def test_times_to_recovery_are_compared_in_pairs_of_targets():
     lines = layers.sooner(rows, {"arms": {name: {"ratio": cost} for name, cost in costs.items()}}).splitlines()
     assert lines[2].startswith("| all layers, AdamW | 2 of 2 |")
     assert "| 2.0 [2.0, 2.0] | 1.50 | 1.3 [1.3, 1.3] |" in lines[3]
+    assert len({line.count("|") for line in lines}) == 1
     assert layers.arms_of(rows) == {}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import memory_reinforce as mr
-from silentbad.data.elements import DataInfo, Epochs, apportion, epoch_order
+from silentbad.data.elements import Epochs, apportion, epoch_order
 from tests.toy import experiment
 from tests.world import PROBED, Trainer, World, config
 
@@ -78,21 +78,3 @@ def test_resume_mid_epoch_gives_the_same_remaining_stream():
     assert not np.array_equal(other.memory.epochs.epoch(1), first)
     other.memory.load_state_dict(state)
     assert np.array_equal(other.memory.epochs.epoch(1), first)
-
-
-def test_interleaved_order_gives_each_batch_its_share():
-    info = DataInfo(
-        ["element"] * 60 + ["clean"] * 30,
-        ["t"] * 60 + [None] * 30,
-        [str(i % 3) for i in range(60)] + [None] * 30,
-        [["a"]] * 90,
-    )
-    kinds = np.asarray([info.element_of(r) if info.element_of(r) is not None else 3 for r in range(90)])
-    for epoch in range(5):
-        order = epoch_order(info, np.full(3, 1 / 3), 7, epoch, 0.5, "interleaved")
-        assert sorted(order) == list(range(90))  # each record once, whatever the order
-        for batch in order.reshape(-1, 15):
-            counts = np.bincount(kinds[batch], minlength=4)
-            assert np.abs(counts - [10 / 3, 10 / 3, 10 / 3, 5]).max() < 1.01
-        shuffled = epoch_order(info, np.full(3, 1 / 3), 7, epoch, 0.5)
-        assert sorted(shuffled) == sorted(order) and list(shuffled) != list(order)

@@ -13,10 +13,8 @@ import pytest
 
 import gradient_control
 import memory_reinforce
-from silentbad.data.elements import ORDERS
 from silentbad.loop import optimizers
 from silentbad.measure.embedders import EMBEDDERS
-from silentbad.memory.timesteps import SEQUENCES
 from silentbad.model.averaging import keeps_average
 from silentbad.owned import MARKER
 from silentbad.settings import check
@@ -33,8 +31,6 @@ HEAVY = ("torch", "diffusers", "transformers", "datasets", "accelerate", "numpy"
 IN_CODE = {
     check.SCALE_RULES: gradient_control.SCALE_RULES,
     check.MEMORY["loss.error"]: memory_reinforce.ERRORS,
-    check.MEMORY["sampler.order"]: ORDERS,
-    check.MEMORY["timesteps.sequence"]: SEQUENCES,
 }
 LIGHT = """
 import sys
