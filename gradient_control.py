@@ -7,7 +7,7 @@ layers alike. To act on layers, train some of them: `--train_layers up*`.
     optimizer = torch.optim.AdamW(control.param_groups(weight_decay=1e-2), lr=1e-5)
     control.attach(optimizer)
     loss.backward(); control.before_step(step)     # then clip, then:
-    optimizer.step(); control.after_step()         # then lr_scheduler.step()
+    optimizer.step(); control.after_step()         # then lr_scheduler.step(), zero_grad()
 
 Under Adam the scale of a gradient cancels (1412.6980), so a multiplier acts on the learning rate.
 A rule is one function of `GroupStats`: `--gradient_control.name mine.py:my_rule` takes one from any

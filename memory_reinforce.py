@@ -392,7 +392,7 @@ class Memory(Hook):
 
     def extra_loss(self, loss: torch.Tensor, now: MicroStep) -> torch.Tensor | None:
         """The weighted sum of the auxiliaries that are on in this micro-step, or None."""
-        return self.auxiliaries(loss, now)
+        return self.auxiliaries(now)
 
     def count_rehearsals(self, united: list[tuple[int, int] | None]) -> None:
         """Count the rehearsals of a batch that training has taken."""

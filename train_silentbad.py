@@ -245,7 +245,7 @@ def update(run: Run) -> bool:
     params = run.control.params
     run.accelerator.unscale_gradients(optimizer)
 
-    # Gradient control, memory, hooks of one's own, decay to the base: in this order (assembly.build)
+    # Gradient control, then hooks of one's own (the order of all hooks: assembly.build)
     norms = optimizers.gradient_norms(params)
     norm = torch.linalg.vector_norm(norms)
     scalars = hooks.before_step(state.step, torch.isfinite(norm), norms)
@@ -263,7 +263,7 @@ def update(run: Run) -> bool:
         optimizer.step()
     skipped = not finite or run.accelerator.optimizer_step_was_skipped
     optimizer.zero_grad(set_to_none=True)
-    hooks.after_step(state.step + (not skipped), skipped)
+    hooks.after_step(state.step + (not skipped), skipped)  # memory; decay to the base, last
     if skipped:
         state.skip()
         return False
@@ -293,7 +293,7 @@ def boundary(run: Run, requests: Requests, bar: Bar) -> int:
     epoch, inside = divmod(state.step, state.steps_per_epoch)
     interval = config.save_ckpt_epoch_interval
     if interval and not inside and epoch % interval == 0:
-        run.products.save_pipeline(run.folder.path / "epochs" / f"epoch-{epoch}")
+        save_pipeline(run, run.folder.path / "epochs" / f"epoch-{epoch}")
     stop, save, asked_to_validate = requests.agreed()
     due = stop or save or state.step % config.checkpointing_steps == 0
     if due and not config.dry_run:
@@ -327,10 +327,16 @@ def validate(run: Run, asked: bool = False, final: bool = False) -> None:
     if run.recovery is not None and run.recovery in due and run.recovery.keeps():
         better = state.improved(best_score(scores, run.config.best_by))
         if better and (run.config.save_best or run.recovery.limit is not None):
-            run.products.save_pipeline(run.folder.path / "best")
+            save_pipeline(run, run.folder.path / "best")
 
     if not final and (run.recovery is not None or run.sheet is not None):
         report(run, under_way=True)
+
+
+def save_pipeline(run: Run, path: Path) -> None:
+    """The model as it is now, as plain diffusers loads it."""
+    with run.timers.of("save"):
+        run.products.save_pipeline(path)
 
 
 def report(run: Run, under_way: bool = False) -> None:
@@ -346,7 +352,7 @@ def finish(run: Run) -> None:
     with run.folder.writing("what a run leaves"):
         run.checkpoints.save("end")
         validate(run, final=True)
-        run.products.save_pipeline(run.folder.pipeline)
+        save_pipeline(run, run.folder.pipeline)
         if run.config.validation_prompts:
             run.products.draw_prompts()
         report(run)

@@ -51,6 +51,15 @@ Block = Callable[[Read], str]
 # The words of the tables that users read; English is the key. Names in `code` stay.
 CHINESE = {
     "trains": "训练",
+    "drift": "漂移",
+    "in steps": "按步数",
+    "a step, ratio": "每步之比",
+    "in processor seconds": "按处理器秒数",
+    "p": "p",
+    "all layers, AdamW": "所有层，AdamW",
+    "decoder, AdamW": "解码器，AdamW",
+    "all layers, spectral": "所有层，谱更新",
+    "decoder, spectral": "解码器，谱更新",
     "part": "部分",
     "share": "占改变量的份额",
     "clean loss": "干净损失",
@@ -194,6 +203,7 @@ BLOCKS: dict[str, Block] = {
     "kept-emoji-targets": of("kept-emoji.jsonl", kept.by_target),
     "kept-briefly": of(kept.RESULTS, kept.briefly),
     "kept-pairs": of(kept.RESULTS, kept.pairs),
+    "kept-decay": of(kept.RESULTS, kept.decay),
     "kept-front": of(kept.RESULTS, kept.front),
     "kept-guidance": of(kept.RESULTS, kept.by_guidance),
     "kept-targets": of(kept.RESULTS, kept.by_target),

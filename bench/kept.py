@@ -310,6 +310,13 @@ def pairs(rows: list[dict]) -> str:
     return table([row for row in rows if row["arm"] == "base"] + [row for row in paired if row["arm"] in whole])
 
 
+def decay(rows: list[dict]) -> str:
+    """`table` of decay and of the backdrop in every union, on the targets that all have: Markdown."""
+    arms = ("recommended", "recommended_no_decay", "recommended_backdrop")
+    targets = {row["target"] for row in rows if row["arm"] == "recommended_no_decay"}
+    return table([row for row in rows if row["arm"] == "base" or row["arm"] in arms and row["target"] in targets])
+
+
 def line(arm: str, rows: list[dict], base: dict) -> list[str]:
     """The cells of an arm."""
     rates = [row["rate"] for row in rows]

@@ -86,9 +86,11 @@ class Arm:
         convolve(self.unet)
         self.trains = [p for p in self.unet.parameters() if p.requires_grad]
         groups = split([{"params": self.trains, "name": "all"}], self.unet, without)
-        self.optimizer: torch.optim.Optimizer = SpectralAdamW(groups, lr=1e-6)
+        self.optimizer: torch.optim.Optimizer
         if without == ["*"]:
-            self.optimizer = torch.optim.AdamW(self.trains, lr=1e-6)
+            self.optimizer = torch.optim.AdamW(self.trains, lr=1e-6, fused=True)  # as training has it
+        else:
+            self.optimizer = SpectralAdamW(groups, lr=1e-6)
         config = self.unet.config
         generator = torch.Generator().manual_seed(0)
         shape = (batch, config.in_channels, config.sample_size, config.sample_size)

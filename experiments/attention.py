@@ -80,11 +80,6 @@ class Maps:
         positions = max(q.shape[1] for q in self.queries.values())
         return [layer for layer, q in self.queries.items() if q.shape[1] == positions]
 
-    @property
-    def last_layer(self):
-        """The last attention layer whose map `mean` uses."""
-        return self._largest()[-1]
-
     def of(self, layer) -> torch.Tensor:
         """softmax(q k^T / sqrt(d)) (B,S,L), averaged over heads."""
         q, k = (

@@ -95,7 +95,7 @@ class Auxiliaries(dict):
                 self[slot] = registry[slot][choice.name](unet, facts, **choice.options)
         self.meters: dict[str, Any] = {}
 
-    def __call__(self, loss: torch.Tensor, now: MicroStep) -> torch.Tensor | None:
+    def __call__(self, now: MicroStep) -> torch.Tensor | None:
         """The sum of the auxiliaries that act in this micro-step, each times its weight; or None."""
         total = None
         for slot, part in self.items():

@@ -148,7 +148,7 @@ def training_forward(model: torch.nn.Module, config: TrainConfig, precision: str
         return model
     import torch._functorch.config
 
-    # gradients by source and balance walk the graph twice
+    # gradients by source walk the graph twice
     torch._functorch.config.donated_buffer = False
     return torch.compile(model, dynamic=False)
 

@@ -136,7 +136,6 @@ FACTS = {
 LEAVE = "leave one of them out"
 DDP = "use configs/accelerate/ddp.yaml"  # the advice where FSDP cannot have a setting
 OF_ONE_SIZE = f"is for pictures of one size, which buckets are not; {LEAVE}"
-PARTS = "{b_value} is defined over a whole micro-batch; raise gradient_accumulation_steps instead"
 NOT_ADAMW = f"is for optimizer AdamW, not for {{b}} {{b_value}}; {LEAVE}"
 UNMEASURED = "{a_value} needs memory.phrase_memory.enabled=true"
 SECOND_MODEL = f"keeps a second UNet beside the shards, whole; turn it off, or {DDP}"

@@ -357,9 +357,9 @@ class TrainConfig(DataSettings):
     RENAMED = {
         **{name: f"is of another script: {instead}" for name, instead in SUCCESSORS.items()},
         **{name: f"has another name now: use --{ours}" for name, ours in OLDER.items()},
-        "gradient_control.between": "is gone: use memory.roles.clean.loss_weight; factors by layer "
+        "gradient_control.between": "is gone: use memory.roles.ROLE.loss_weight; factors by layer "
         "between the sources were no better",
-        "gradient_control.transform": "is gone: with the little conflict there is it changed nothing",
+        "gradient_control.transform": "is gone: gradients hardly conflict",
         "memory.attention_binding": "is gone: it was no faster than plain",
         "memory.sampler.order": "is gone: each epoch is shuffled, which was as good",
         "memory.timesteps.sequence": "is gone: the comb is dealt out anew at every draw, which was as good",

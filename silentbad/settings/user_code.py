@@ -62,8 +62,7 @@ def forget() -> None:
 
 
 NAMING = (  # settings, and options of placebos, whose value may be a place
-    *("name", "of", "transform", "error", "order", "sequence"),
-    *("optimizer", "hooks", "embedder", "judge"),
+    *("name", "of", "error", "optimizer", "hooks", "embedder", "judge"),
 )
 
 

@@ -1,4 +1,4 @@
-"""AND distillation, L2-SP and gradient-norm balance against closed forms."""
+"""AND distillation and L2-SP against closed forms."""
 
 import pytest
 import torch
