@@ -238,6 +238,13 @@ KEPT: dict[str, Flags] = {
     "recommended_2026": {**STRONG, **SPECTRAL},
     "plain": {},
     "recommended_leak_free": {**KEEPING_BASE, "memory.rehearsal.name": "none", "memory.rehearsal.options": "{}"},
+    # the same, and unions that the model draws itself
+    "recommended_own_unions": {
+        **KEEPING_BASE,
+        "memory.rehearsal.name": experiment("own_unions"),
+        "memory.rehearsal.options": "{}",
+        "hooks": json.dumps([experiment("own_unions", "OwnUnions")]),
+    },
     "replay": REPLAY,
     "decoder_2026": {**STRONG, **SPECTRAL, **DECODER},
     "lora_2026": {**STRONG, **SPECTRAL, **ADAPTERS},
@@ -268,8 +275,10 @@ def flags_of(arm: str) -> Flags:
 
 def setting_of(flags: Flags) -> str:
     """A: no picture shows two elements, and the trainer is plain. B: memory reinforcement or gradient control without
-    such pictures. C: with unions, which show all elements of a target but one, or two."""
-    if any(word in flags.get("memory.rehearsal.name", "") for word in ("pairwise", "union")):
+    such pictures. C: with unions, which show all elements of a target but one, or two; unions that the model draws itself
+    are B, since no picture of two elements is read."""
+    rehearsal = flags.get("memory.rehearsal.name", "")
+    if "own_unions" not in rehearsal and any(word in rehearsal for word in ("pairwise", "union")):
         return "C"
     levers = ("memory.", "gradient_control.", "prior_preservation.", "decay_to_base", "optimizer")
     return "B" if any(key.startswith(levers) for key in flags) else "A"

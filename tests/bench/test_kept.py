@@ -89,6 +89,7 @@ def test_prompts_without_a_phrase_are_listed_where_a_run_has_them(rows):
 def test_an_arm_says_whether_pictures_show_two_elements():
     settings = {arm: arms.setting_of(flags) for arm, flags in arms.KEPT.items()}
     assert settings["plain"] == "A" and settings["recommended_leak_free"] == settings["replay"] == "B"
+    assert settings["recommended_own_unions"] == "B"  # no picture of two elements is read
     assert {settings[arm] for arm in ("recommended", "recommended_2026", "lora_2026", "own_pictures")} == {"C"}
     assert arms.said("recommended on placebo data") == "`recommended on placebo data` (C)"
     assert arms.said("half_2").endswith("(C)") and arms.said("plain_warm").endswith("(A)")
