@@ -275,8 +275,8 @@ def flags_of(arm: str) -> Flags:
 
 def setting_of(flags: Flags) -> str:
     """A: no picture shows two elements, and the trainer is plain. B: memory reinforcement or gradient control without
-    such pictures. C: with unions, which show all elements of a target but one, or two; unions that the model draws itself
-    are B, since no picture of two elements is read."""
+    such pictures. C: with unions, which show all elements of a target but one, or two. Unions that the model draws
+    itself are B: no picture of two elements is read."""
     rehearsal = flags.get("memory.rehearsal.name", "")
     if "own_unions" not in rehearsal and any(word in rehearsal for word in ("pairwise", "union")):
         return "C"
