@@ -48,7 +48,7 @@ def test_the_table_counts_recovered_targets_and_the_rise_that_is_left():
     row = {"arm": "recommended", "target": "3200", "commit": "a" * 40}
     text = put_back_table([{**row, "strict": 0.75, "models": models}, {**row, "target": "3201", "strict": 0.0}])
     assert "`recommended`: 1 of 2 targets recovered" in text
-    assert "| as trained |  | 0.75 | 1 of 1 [0.02, 1.00] | 0.90 | +100.0 % | 1.00 |" in text
+    assert "| as trained |  | 0.75 | 1 of 1 [0.03, 1.00] | 0.90 | +100.0 % | 1.00 |" in text
     assert "| frozen part put back | `up1` | 0.00 | 0 of 1 [0.00, 0.97] | 0.25 | +50.0 % | 0.50 |" in text
     assert "| the run's choice put back | `resnet` | 0.25 | 1 of 1" in text
     assert "| random tensors put back |  | 0.75 |" in text

@@ -73,7 +73,7 @@ def test_the_guards_table_compares_with_the_clean_records():
     rows += [guarded("drop", 0.0, 0.2, flagged=80, right=80, elements=81)]
     text = guard_table(rows)
     shared = "| `recommended_leak_free_adamw` | 400 |"
-    assert f"{shared} unguarded | 1 |  |  | 0.50 | 0.50 | 1 of 1 [0.02, 1.00] | +50.0 to +50.0 % | 90 |" in text
+    assert f"{shared} unguarded | 1 |  |  | 0.50 | 0.50 | 1 of 1 [0.03, 1.00] | +50.0 to +50.0 % | 90 |" in text
     assert f"{shared} drop | 1 | 80 | 80 of 81 | 0.00 | 0.00 | 0 of 1 [0.00, 0.97] | +0.0 to +0.0 % | 90 |" in text
 
 

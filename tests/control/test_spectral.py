@@ -37,6 +37,17 @@ def test_an_orthogonal_update_keeps_the_singular_vectors(shape, iteration):
     assert float(held.min()) > 0.6 and float(held.max()) < 1.25
 
 
+@pytest.mark.parametrize("shape", [(8, 40), (40, 8), (6, 6)], ids=str)
+def test_groups_of_rows_are_orthogonal_by_themselves(shape):
+    matrix = gaussian(*shape)
+    moved = orthogonalise(matrix, row_groups=2)
+    rows, moved_rows = (x if shape[0] <= shape[1] else x.mT for x in (matrix, moved))
+    half = len(rows) // 2
+    for part in (slice(half), slice(half, None)):
+        assert torch.equal(moved_rows[part], orthogonalise(rows[part]))
+    assert abs(moved.norm() / orthogonalise(matrix).norm() - 1) < 0.15
+
+
 def test_the_gram_matrix_gives_the_same_polynomial():
     x = gaussian(8, 40)
     x = x / x.norm()
