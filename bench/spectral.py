@@ -26,19 +26,22 @@ from silentbad.control.spectral import SpectralAdamW, orthogonalise, split
 from silentbad.model.groups import group_of
 from silentbad.settings.layers import chosen
 
-ARMS: dict[str, tuple[list[str], Any]] = {  # gradient_control.spectral_except, iteration
-    "default": ([], "newton_schulz"),
-    "Polar Express": ([], "polar_express"),
-    "AdamW for time": (["time"], "newton_schulz"),
-    "AdamW for time, proj": (["time", "proj"], "newton_schulz"),
-    "both": (["time", "proj"], "polar_express"),
+ARMS: dict[str, tuple[list[str], Any, int]] = {  # gradient_control.spectral_except, iteration, row_groups
+    "default": ([], "newton_schulz", 1),
+    "Polar Express": ([], "polar_express", 1),
+    "AdamW for time": (["time"], "newton_schulz", 1),
+    "AdamW for time, proj": (["time", "proj"], "newton_schulz", 1),
+    "both": (["time", "proj"], "polar_express", 1),
+    "three steps": ([], "newton_schulz_3", 1),
+    "three steps, two groups of rows": ([], "newton_schulz_3", 2),
+    "three steps, four groups of rows": ([], "newton_schulz_3", 4),
 }
 
 
 def optimizer_of(unet: nn.Module, arm: str) -> SpectralAdamW:
-    without, iteration = ARMS[arm]
+    without, iteration, row_groups = ARMS[arm]
     groups = split([{"params": [*unet.parameters()], "name": "all"}], unet, without)
-    return SpectralAdamW(groups, lr=1e-3, weight_decay=0.0, iteration=iteration)
+    return SpectralAdamW(groups, lr=1e-3, weight_decay=0.0, iteration=iteration, row_groups=row_groups)
 
 
 def errors(optimizer: SpectralAdamW, arm: str) -> list[float]:
@@ -46,7 +49,7 @@ def errors(optimizer: SpectralAdamW, arm: str) -> list[float]:
     found = []
     for group in optimizer.param_groups:
         for p in group["params"] if group["spectral"] else ():
-            x = orthogonalise(optimizer.state[p]["exp_avg"].flatten(1).double(), ARMS[arm][1])
+            x = orthogonalise(optimizer.state[p]["exp_avg"].flatten(1).double(), *ARMS[arm][1:])
             gram = x @ x.mT if x.shape[0] <= x.shape[1] else x.mT @ x
             found.append(float((gram - torch.eye(len(gram)).to(gram)).norm()) / len(gram) ** 0.5)
     return found
@@ -171,13 +174,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             times[arm].append(seconds(optimizer, device))
 
     ratios = {}
-    print(f"{'arm':<24}{'ms':>8}{'ratio':>8}{'error, mean':>14}{'highest':>9}")
+    print(f"{'arm':<34}{'ms':>8}{'ratio':>8}{'error, mean':>14}{'highest':>9}")
     for arm, of_arm in times.items():
         pairs = zip(of_arm, times["default"], strict=True)
         ratios[arm] = statistics.median(arm_seconds / default for arm_seconds, default in pairs)
         off = errors(optimizers[arm], arm)
         timed = f"{1e3 * statistics.median(of_arm):>8.1f}{ratios[arm]:>8.2f}"
-        print(f"{arm:<24}{timed}{statistics.mean(off):>14.3f}{max(off):>9.3f}")
+        print(f"{arm:<34}{timed}{statistics.mean(off):>14.3f}{max(off):>9.3f}")
     return ratios
 
 

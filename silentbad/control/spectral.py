@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from silentbad.control.updates import Updates
 from silentbad.model.groups import group_of
 from silentbad.settings.layers import chosen, refuse_unmatched
+from silentbad.settings.types import Small
 
 Coefficients = tuple[tuple[float, float, float], ...]  # (a, b, c) of each step
 ITERATIONS: dict[str, Coefficients] = {
@@ -44,12 +45,18 @@ WIDE = 1.5  # columns over rows from which on the iteration on the Gram matrix c
 Groups = list[dict[str, Any]]
 
 
-def orthogonalise(matrix: Tensor, iteration: str = "newton_schulz") -> Tensor:
+def orthogonalise(matrix: Tensor, iteration: str = "newton_schulz", row_groups: int = 1) -> Tensor:
     """The semi-orthogonal matrix nearest `matrix` (out, in), about: singular values that are a
     hundredth of the norm or more end near 1, smaller ones below. A step is X <- (a + b XX' + c
-    (XX')²) X, with the coefficients of ITERATIONS."""
+    (XX')²) X, with the coefficients of ITERATIONS.
+
+    With `row_groups` the shorter side is cut into so many groups, each orthogonalised by itself:
+    less work, the same norm, and directions of different groups may agree."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if tall else matrix
+    if row_groups > 1:
+        x = torch.cat([orthogonalise(part, iteration) for part in x.chunk(row_groups)])
+        return x.mT if tall else x
     x = x / (x.norm() + 1e-7)
     # in bf16 the products of the Gram matrix drift
     exact = x.dtype in (torch.float32, torch.float64)
@@ -104,7 +111,8 @@ class SpectralAdamW(Updates):
     """Muon on groups marked `spectral`, AdamW (1711.05101) on the others; both decay weights by lr
     * weight_decay.
 
-    momentum: mu above. betas and eps: AdamW's. iteration: of ITERATIONS. Averages are in the
+    momentum: mu above. betas and eps: AdamW's. iteration: of ITERATIONS, row_groups: of
+    `orthogonalise`. Averages are in the
     weights' precision; the iteration runs in bf16 on CUDA, as torch.optim.Muon's does everywhere,
     and in the weights' precision on a CPU. Raises ValueError where momentum lies outside [0, 1).
     """
@@ -118,6 +126,7 @@ class SpectralAdamW(Updates):
         weight_decay: float = 1e-2,
         momentum: float = 0.95,
         iteration: Literal["newton_schulz", "newton_schulz_3", "polar_express"] = "newton_schulz",
+        row_groups: Small = 1,
     ):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum: must lie in [0, 1), got {momentum}")
@@ -128,6 +137,7 @@ class SpectralAdamW(Updates):
             "weight_decay": weight_decay,
             "momentum": momentum,
             "iteration": iteration,
+            "row_groups": row_groups,
             "spectral": False,
         }
         super().__init__(params, defaults)
@@ -147,7 +157,7 @@ class SpectralAdamW(Updates):
         if ahead.is_cuda:
             ahead = ahead.bfloat16()
         size = 0.2 * max(ahead.shape) ** 0.5
-        update = orthogonalise(ahead, group["iteration"])
+        update = orthogonalise(ahead, group["iteration"], group["row_groups"])
         return (size * update).reshape(parameter.shape).to(parameter.dtype)
 
     def _adam(self, group: dict[str, Any], parameter: Tensor, gradient: Any) -> Tensor:
