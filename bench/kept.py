@@ -253,7 +253,7 @@ ARMS_SAID = (
 FEW = 4  # targets, below which an arm's figures are left to research/results.md
 REPLACED = ("own_pictures", "own_pictures_long", "recommended_backdrop")  # on the way to `recommended`: left there too
 FRONT = ("recommended", "recommended_800", "recommended_2026")  # of README's table
-# at nought; a control
+# arms whose rate is nought, and the control without decay: eight colours are left for the others
 UNCHARTED = ("recommended_placebo", "clean_alone", "replay", "plain", "recommended_no_decay")
 BRIEFLY = {  # columns of the documents for users, and their words there
     "arm": "arm",

@@ -22,7 +22,18 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from bench.arms import PUBLISHED_AT
-from bench.published_table import Runs, block_of, by_arm, interval, markdown, mean_of, ratio, sign_flips, times_sooner
+from bench.published_table import (
+    Runs,
+    block_of,
+    by_arm,
+    interval,
+    is_bound,
+    markdown,
+    mean_of,
+    ratio,
+    sign_flips,
+    times_sooner,
+)
 from bench.recovery_table import stored
 from bench.spectral import seconds
 from silentbad.control.spectral import SpectralAdamW, split
@@ -85,11 +96,11 @@ class Arm:
             p.requires_grad_(chosen(patterns, group_of(name)))
         convolve(self.unet)
         self.trains = [p for p in self.unet.parameters() if p.requires_grad]
-        groups = split([{"params": self.trains, "name": "all"}], self.unet, without)
         self.optimizer: torch.optim.Optimizer
         if without == ["*"]:
             self.optimizer = torch.optim.AdamW(self.trains, lr=1e-6, fused=True)  # as training has it
         else:
+            groups = split([{"params": self.trains, "name": "all"}], self.unet, without)
             self.optimizer = SpectralAdamW(groups, lr=1e-6)
         config = self.unet.config
         generator = torch.Generator().manual_seed(0)
@@ -192,7 +203,7 @@ def sooner(rows: list[dict], figures: dict) -> str:
             lines.append([*cells, "1", "1", "1", ""])
             continue
         logs = times_sooner(base, of_arm, PUBLISHED_AT[HELD][1])
-        never = any(run["strict"] is None for target in base if target in of_arm for run in base[target])
+        never = is_bound(base, of_arm)
         seconds = logs - np.log(cost)
         lines.append([*cells, ratio(logs, never), f"{cost:.2f}", ratio(seconds, never), f"{sign_flips(seconds):.3f}"])
     return markdown(SOONER, lines)

@@ -131,6 +131,11 @@ def times_sooner(plain: Runs, other: Runs, horizon: int) -> np.ndarray:
     return np.array([log_steps(plain[t], "not yet") - log_steps(other[t], "strict") for t in plain if t in other])
 
 
+def is_bound(plain: Runs, other: Runs) -> bool:
+    """Whether `times_sooner` is a lower bound: plain never recovered in some run."""
+    return any(run["strict"] is None for target in plain if target in other for run in plain[target])
+
+
 def sign_flips(x: np.ndarray, draws: int = 20000) -> float:
     """One-sided p of mean(x) > 0 where each sign is as likely as the other: a permutation test over targets."""
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (draws, len(x)))
@@ -202,7 +207,7 @@ def line(key: tuple[str, float, int], runs: Runs, plain: Runs, logs: np.ndarray 
     cells += [f"{min(run['s/step'] for seeds in runs.values() for run in seeds):.3f}"]
     if logs is None or len(logs) < 2:
         return [*cells, "", "", ""]
-    never = any(run["strict"] is None for t in runs if t in plain for run in plain[t])
+    never = is_bound(plain, runs)
     least = [min(run["s/step"] for seeds in part.values() for run in seeds) for part in (plain, runs)]
     in_seconds = logs + np.log(least[0] / least[1])
     return [*cells, ratio(logs, never), "" if p is None else f"{p:.4f}", ratio(in_seconds, never)]

@@ -177,11 +177,6 @@ class Statistics:
         norms = self.sample.norms(grads) if norms is None else norms.to(self.sample.owner)
         self.norm = norms.square().sum().sqrt()
         finite = norms.isfinite().all() & (True if finite is None else finite)
-        self.add(g, finite, norms.square() @ self.sample.owner)
-
-    def add(self, g: Tensor, finite: Tensor, Q: Tensor) -> None:
-        """Take in the sampled gradient g (rows, WIDTH) of one step where it is `finite`, and its Q
-        (G,)."""
         g.nan_to_num_(0, 0, 0)
         s = row_dot(g, self.m) / (1 - self.momentum**self.count)
         rows = torch.stack(
@@ -192,7 +187,7 @@ class Statistics:
             ]
         )
         S, E, L1 = self.sample.per_group(rows)
-        new = torch.stack([S, E, Q, L1])
+        new = torch.stack([S, E, norms.square() @ self.sample.owner, L1])
         use = finite & (self.count > 0)
         self.average.lerp_(torch.where(use, new, self.average), 1 - self.averaging)
         self.weight += use * (1 - self.averaging) * (1 - self.weight)
