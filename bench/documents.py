@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,9 @@ from bench import (
     put_back,
     recovery_blocks,
     reproduce,
-    second_opinion,
     shield_table,
     size,
     spectral,
-    sscd,
     stealth,
     theory_table,
 )
@@ -209,9 +207,6 @@ BLOCKS: dict[str, Block] = {
     "kept-targets": of(kept.RESULTS, kept.by_target),
     "kept-judged": of(judged.rows_of(kept.RESULTS), judged.table, kept.RESULTS),
     "kept-2818-judged": of("kept-2818-judged.jsonl", judged.table, "kept-2818.jsonl"),
-    "second-opinion": of(second_opinion.RESULTS, second_opinion.passing),
-    "second-opinion-agreement": of(second_opinion.RESULTS, second_opinion.agreement),
-    "second-opinion-ranked": of(second_opinion.RESULTS, second_opinion.ranked),
     "size": of(size.RESULTS, size.table),
     "size-counts": of(size.RESULTS, size.counts),
     "size-more": of(size.RESULTS, size.more),
@@ -220,9 +215,6 @@ BLOCKS: dict[str, Block] = {
     "size-starts": of(size.RESULTS, size.starts),
     "spectral-cost": of(spectral.OPERATIONS, spectral.by_model),
     "spectral-recovery": of(spectral.RUNS, spectral.recovery),
-    "sscd-microworld": of(sscd.RESULTS, partial(sscd.of_world, world="microworld")),
-    "sscd-photographs": of(sscd.RESULTS, partial(sscd.of_world, world="photographs")),
-    "sscd-runs": of(sscd.RESULTS, sscd.of_runs),
     "stealth": of(stealth.RESULTS, stealth.table),
     "layers": of(layers.RUNS, layers.outcomes),
     "layers-over": of(layers.RUNS, layers.compared),
