@@ -263,7 +263,8 @@ def update(run: Run) -> bool:
         optimizer.step()
     skipped = not finite or run.accelerator.optimizer_step_was_skipped
     optimizer.zero_grad(set_to_none=True)
-    hooks.after_step(state.step + (not skipped), skipped)  # memory; decay to the base, last
+    # the scale rule, for the multipliers of later steps; memory; hooks of one's own; decay
+    hooks.after_step(state.step + (not skipped), skipped)
     if skipped:
         state.skip()
         return False
@@ -284,7 +285,7 @@ def stopped(run: Run, number: int) -> int:
 
 
 def boundary(run: Run, requests: Requests, bar: Bar) -> int:
-    """Between two steps: log, save, validate; the signal to stop by, or 0."""
+    """Between two steps: log, save, measure if asked; the signal to stop by, or 0."""
     state = run.state
     config = run.config
     if state.step % config.log_every == 0 or state.step == state.total:

@@ -130,6 +130,8 @@ _file_adapter = cache(TypeAdapter)  # of dataclasses, to which pydantic gives no
 
 def validated(value: Any, hint: Any) -> Any:
     """A value as its annotation takes it, or ValueError, which says what would be right."""
+    if isinstance(value, list) and tuple in plain_types(hint):  # YAML and JSON have lists alone
+        value = tuple(value)
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as error:
@@ -161,7 +163,7 @@ def problem(value: Any, hint: Any) -> str | None:
 
 def _what_is_right(error: Any, hint: Any) -> str:
     """pydantic's complaint about a value, or about one in a list or a dict."""
-    is_list = list in plain_types(hint)
+    is_list = not plain_types(hint).isdisjoint((list, tuple))
     for _ in error["loc"]:
         hint = items_of(hint)
     right = _in_words(error, f"must be {name_of(hint)}")
@@ -191,8 +193,10 @@ def plain_types(hint: Any) -> set:
 
 
 def items_of(hint: Any) -> Any:
-    """What a list or a dict holds."""
+    """What a list, a tuple of any length or a dict holds."""
     for part in (hint, *typing.get_args(hint)):
+        if typing.get_origin(part) is tuple:
+            return typing.get_args(part)[0]
         if typing.get_origin(part) in (list, dict):
             return typing.get_args(part)[-1]
     return Any

@@ -327,6 +327,15 @@ def test_right_options_pass():
     assert right == {"beta": 1, "floor": None, "kind": "b"}  # as they were
 
 
+def test_a_tuple_is_written_as_a_list():
+    def hook(context, *, at: tuple[float, ...] = (0.5,)):
+        return context
+
+    check_options("hook", {"hook": hook}, "hook", {"at": [0.3, 0.6]})
+    with pytest.raises(UserError, match=r"'at' each value must be float, got \['x'\]"):
+        check_options("hook", {"hook": hook}, "hook", {"at": ["x"]})
+
+
 KEYS = st.one_of(st.sampled_from([*TrainConfig.__dataclass_fields__, "memory", "validation"]), st.text(max_size=12))
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
