@@ -21,14 +21,12 @@ from silentbad.data.elements import DataInfo, Epochs
 from silentbad.loop.hooks import Hook, MicroStep
 from silentbad.memory import masks, probes
 from silentbad.memory.auxiliary import Auxiliaries, ModelAccess, RunFacts, SelfDistillation
-from silentbad.memory.error_by_timestep import ErrorByTimestep
 from silentbad.memory.masks import REGION
 from silentbad.memory.rehearsal import REHEARSAL, Rehearsal, Rehearsed
 from silentbad.memory.samplers import weakest_first
 from silentbad.memory.timesteps import draw_timesteps, logit_normal, mixed, mode
 from silentbad.memory.weightings import flow_sigma, in_prediction, mse
 from silentbad.model import diffusion
-from silentbad.settings import user_code
 from silentbad.settings.check import check_part
 from silentbad.settings.memory import (
     MemoryConfig,
@@ -69,12 +67,12 @@ def sampler_examples(records: np.ndarray) -> Examples:
 
 
 # ------------------------------------------------------------ timestep policies
-# A policy is a density p (T,) from the schedule's snr (T,), the progress of the run in [0,1] and
-# the relative error by timestep (bins,) or None. At least 0.3 of every density is uniform.
+# A policy is a density p (T,) from the schedule's snr (T,) and the progress of the run in [0,1]. At
+# least 0.3 of every density is uniform.
 # `silentbad/memory/timesteps.py` has the densities of Stable Diffusion 3.
 
 
-def uniform_t(snr: np.ndarray, progress: float, error: np.ndarray | None) -> np.ndarray:
+def uniform_t(snr: np.ndarray, progress: float) -> np.ndarray:
     """1/T: what plain training does."""
     return np.full(len(snr), 1 / len(snr))
 
@@ -82,7 +80,6 @@ def uniform_t(snr: np.ndarray, progress: float, error: np.ndarray | None) -> np.
 def snr_mixture(
     snr: np.ndarray,
     progress: float,
-    error: np.ndarray | None,
     *,
     centre: Positive = 0.5,
     width: Positive = 0.7,
@@ -102,10 +99,10 @@ def snr_mixture(
 
 
 def policy_examples() -> Examples:
-    """At the start of a run, and later with the errors seen by then."""
+    """At the start of a run, in its middle and at its end."""
     snr = np.geomspace(1e3, 1e-3, 100)
-    for progress, error in ((0.0, None), (0.5, np.linspace(0.5, 1.5, 20)), (1.0, None)):
-        yield (snr, progress, error), Judge((100,), floor=0.003 - 1e-9, total=1)
+    for progress in (0.0, 0.5, 1.0):
+        yield (snr, progress), Judge((100,), floor=0.003 - 1e-9, total=1)
 
 
 TIMESTEPS = Parts(
@@ -116,7 +113,7 @@ TIMESTEPS = Parts(
         "snr_mixture": snr_mixture,
     },
     key="memory.timesteps.name",
-    takes="snr progress error",
+    takes="snr progress",
     examples=policy_examples,
 )
 
@@ -285,10 +282,6 @@ class Memory(Hook):
 
         # At which noise level, and how an error counts
         self.policies = policies(config)
-        policy_names = {config.timesteps.name, *(policy.name for policy in self.policies.values())}
-        self.errors = None
-        if any(map(user_code.is_place, policy_names)):  # a policy of the user's may read it
-            self.errors = ErrorByTimestep(len(self.snr), reduce)
         self.role_weights = {
             role: settings.loss_weight for role, settings in by_role(config).items()
         }
@@ -329,10 +322,7 @@ class Memory(Hook):
         self, policy: Part, draw: int, positions: list[int], count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(timesteps (B,), weights (B,)) at these positions, by one policy."""
-        error = self.errors.relative() if self.errors else None
-        density = TIMESTEPS[policy.name](
-            self.snr_numpy, self.progress(draw), error, **policy.options
-        )
+        density = TIMESTEPS[policy.name](self.snr_numpy, self.progress(draw), **policy.options)
         importance = self.config.timesteps.importance
         return draw_timesteps(density, self.seed, draw, positions, count, importance)
 
@@ -382,8 +372,6 @@ class Memory(Hook):
         if "counted" in batch:
             region = masks.counted_only(region, batch["counted"])
         loss = (error * region).mean(dim=(1, 2, 3))
-        if self.errors is not None:
-            self.errors.observe(timesteps, loss.detach())
 
         prediction_type = self.scheduler.config.prediction_type
         snr_weights = LOSSES[c.loss.name](self.snr[timesteps], prediction_type, **c.loss.options)
@@ -399,11 +387,9 @@ class Memory(Hook):
         self.rehearsed.add(united)
 
     def after_step(self, step: int, skipped: bool = False) -> None:
-        """Probe the elements that the budget allows; update the errors by timestep."""
+        """Probe the elements that the budget allows."""
         if not skipped:
             self.phrases.after_step(step, self.access.predict, self.scheduler)
-        if self.errors is not None:
-            self.errors.after_step(step, skipped)
 
     # ---- records
     def meters(self) -> dict[str, Any]:
@@ -428,7 +414,6 @@ class Memory(Hook):
             "phrases": self.phrases.state_dict(),
             "epochs": self.epochs.state_dict(),
             "rehearsed": self.rehearsed.state_dict(),
-            "errors": self.errors.state_dict() if self.errors else None,
             "auxiliaries": self.auxiliaries.state_dict(),
         }
 
@@ -437,6 +422,4 @@ class Memory(Hook):
         self.phrases.load_state_dict(state["phrases"])
         self.epochs.load_state_dict(state["epochs"])
         self.rehearsed.load_state_dict(state["rehearsed"])
-        if self.errors:
-            self.errors.load_state_dict(state["errors"])
         self.auxiliaries.load_state_dict(state["auxiliaries"])

@@ -130,7 +130,6 @@ ARMS: dict[str, Flags] = {
     "region_estimated": part("region", "estimated"),  # on data without masks
     "snr_mixture": HIGH_NOISE,
     "curriculum": {**part("timesteps", experiment("curriculum")), "memory.timesteps.importance": "false"},
-    "learning_progress": part("timesteps", experiment("learning_progress")),
     "weakest_first": {**part("sampler", "weakest_first"), **PHRASES},
     "and_distillation": {**part("distillation", AND, **OPEN), **PHRASES},
     "and_distillation_gated": {**part("distillation", AND), **PHRASES},  # at its defaults, once all elements are held

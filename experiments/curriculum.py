@@ -9,7 +9,6 @@ from silentbad.settings.types import Unit
 def curriculum(
     snr: np.ndarray,
     progress: float,
-    error: np.ndarray | None,
     *,
     start: Unit = 0.25,
     end: Unit = 0.5,

@@ -13,14 +13,14 @@ from silentbad.errors import UserError
 from silentbad.loop.hooks import MicroStep
 from silentbad.memory import rehearsal
 from tests.tiny import tiny_unet
-from tests.toy import AND, L2SP, LEARNING_PROGRESS, experiment
+from tests.toy import AND, CURRICULUM, L2SP, experiment
 from tests.world import PROBED, Trainer, config
 
 # ------------------------------------------------------------ the contract of each registry
 ENTRIES = [
     *({"sampler": n, "phrase_memory": PROBED} for n in (*mr.SAMPLERS, experiment("leitner"))),
     {"sampler": {"name": experiment("by_need"), "options": {"rates": [0.5, 0.9, 0.9, 0.2, 1.0]}}},
-    *({"timesteps": n} for n in (*mr.TIMESTEPS, experiment("curriculum"), LEARNING_PROGRESS)),
+    *({"timesteps": n} for n in (*mr.TIMESTEPS, CURRICULUM)),
     *({"loss": n} for n in (*mr.LOSSES, *map(experiment, ("soft_min_snr", "debiased", "p2")))),
     *({"loss": experiment("flow_weights", n)} for n in ("sigma_sqrt", "cosmap")),
     *({"loss": {"error": n}} for n in (*mr.ERRORS, experiment("huber"))),
@@ -99,7 +99,7 @@ def test_the_step_never_waits_for_the_device(region):
         config(
             region=region,
             loss="min_snr",
-            timesteps=LEARNING_PROGRESS,
+            timesteps=CURRICULUM,
             phrase_memory=PROBED,
             distillation={"name": AND, "options": {"after": -9.0, "every": 1}},
             retention="self_distillation",

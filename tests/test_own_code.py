@@ -268,8 +268,8 @@ def test_region_rehearsal_embedder_and_optimizer_are_places_recorded_and_hashed(
 @pytest.mark.parametrize(
     "key, text, said",
     [
-        ("memory.timesteps.name", "def f(snr, progress, error): return snr * 0", "returns 0; 0.003 is the least"),
-        ("memory.timesteps.name", "def f(snr, progress, error): return snr * 0 + 0.01", "it changes nothing"),
+        ("memory.timesteps.name", "def f(snr, progress): return snr * 0", "returns 0; 0.003 is the least"),
+        ("memory.timesteps.name", "def f(snr, progress): return snr * 0 + 0.01", "it changes nothing"),
         (
             "memory.loss.error",
             "def f(pred, target, delta): return (pred - target).mean()",
@@ -295,7 +295,7 @@ def test_a_part_that_is_no_use_is_said_before_anything_loads(key, text, said, fl
 @pytest.mark.parametrize(
     "key, text",
     [
-        ("memory.timesteps.name", "def f(snr, progress, error): return snr * 0 + 0.01"),
+        ("memory.timesteps.name", "def f(snr, progress): return snr * 0 + 0.01"),
     ],
 )
 def test_a_part_that_changes_nothing_is_said_once_a_start(key, text, flags, tmp_path, capsys):

@@ -31,7 +31,7 @@ from silentbad.measure.record import ElementThreshold, Threshold
 from silentbad.model.diffusion import noised
 from silentbad.saving import card, checkpoint, folder
 from tests.conftest import write_data
-from tests.toy import GSNR, LEARNING_PROGRESS, experiment
+from tests.toy import CURRICULUM, GSNR, experiment
 from tests.training import VALIDATION, equal, rows, same, step_once, weights
 from train_silentbad import main, micro_step
 
@@ -177,7 +177,7 @@ ARMS = {
         "gradient_control.warmup": 1,
         "gradient_control.refresh": 1,
     },
-    "learning progress": {"memory.timesteps.name": LEARNING_PROGRESS},
+    "curriculum": {"memory.timesteps.name": CURRICULUM},
     "phrase memory": {
         "memory.phrase_memory.enabled": True,
         "memory.phrase_memory.share": 1.0,

@@ -17,7 +17,7 @@ def experiment(name, part=""):
     return f"{Path(__file__).parents[1]}/experiments/{name}.py:{part or name}"
 
 
-GSNR, PRIOR, LEARNING_PROGRESS = map(experiment, ("gsnr", "prior", "learning_progress"))
+GSNR, PRIOR, CURRICULUM = map(experiment, ("gsnr", "prior", "curriculum"))
 AND = experiment("and_distillation", "AndDistillation")
 L2SP = experiment("l2_sp", "L2SP")
 RATES = [GSNR, PRIOR, experiment("inverse_rms"), experiment("auto_rgn")]  # scale rules

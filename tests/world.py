@@ -139,8 +139,7 @@ PROBED = {"enabled": True, "share": 0.5}
 
 
 def density(name, snr=SNR, progress=0.2, **options):
-    error = np.linspace(0.2, 1.0, 20)
-    return mr.TIMESTEPS[name](snr.numpy(), progress, error, **options)
+    return mr.TIMESTEPS[name](snr.numpy(), progress, **options)
 
 
 def hook(world, name, masks=None, **options):

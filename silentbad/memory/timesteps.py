@@ -51,7 +51,6 @@ def mixed(q: np.ndarray, uniform: float) -> np.ndarray:
 def logit_normal(
     snr: np.ndarray,
     progress: float,
-    error: np.ndarray | None,
     *,
     mean: Annotated[float, Interval(ge=-10, le=10)] = 0.0,
     std: Positive = 1.0,
@@ -67,7 +66,6 @@ def logit_normal(
 def mode(
     snr: np.ndarray,
     progress: float,
-    error: np.ndarray | None,
     *,
     scale: Annotated[float, Interval(ge=-1, le=2 / (math.pi - 2))] = 1.29,
     uniform: Unit = 0.3,

@@ -8,7 +8,6 @@ MOVED = {
     "hypergradient": "experiments/hypergradient.py:hypergradient",
     "leitner": "experiments/leitner.py:leitner",
     "curriculum": "experiments/curriculum.py:curriculum",
-    "learning_progress": "experiments/learning_progress.py:learning_progress",
     "soft_min_snr": "experiments/soft_min_snr.py:soft_min_snr",
     "debiased": "experiments/debiased.py:debiased",
     "p2": "experiments/p2.py:p2",

@@ -42,7 +42,7 @@ STATEFUL = {
     "gradient_control.name": toy.GSNR,
     "gradient_control.warmup": 1,
     "gradient_control.refresh": 1,
-    "memory.timesteps.name": toy.LEARNING_PROGRESS,
+    "memory.timesteps.name": toy.CURRICULUM,
     "memory.phrase_memory.enabled": True,
     "memory.sampler.name": "weakest_first",
     "use_ema": True,

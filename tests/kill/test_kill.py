@@ -14,7 +14,7 @@ import pytest
 from silentbad import owned
 from silentbad.saving import checkpoint
 from tests.kill.runner import finish, start
-from tests.toy import GSNR, LEARNING_PROGRESS
+from tests.toy import CURRICULUM, GSNR
 from tests.training import equal
 
 STEPS = 14
@@ -31,7 +31,7 @@ EVERYTHING = {
     "memory.phrase_memory.enabled": True,
     "memory.phrase_memory.share": 0.3,
     "memory.sampler.name": "weakest_first",
-    "memory.timesteps.name": LEARNING_PROGRESS,
+    "memory.timesteps.name": CURRICULUM,
     "memory.region.name": "mask",
     "validation.embedder": "ssim",
     "validation.steps": 6,

@@ -9,10 +9,9 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 
 import memory_reinforce as mr
 from silentbad.errors import UserError
-from silentbad.memory.error_by_timestep import ErrorByTimestep
 from silentbad.memory.timesteps import comb
-from tests.toy import LEARNING_PROGRESS, experiment
-from tests.world import SNR, SNR_ZERO, T, Trainer, config, density
+from tests.toy import CURRICULUM
+from tests.world import SNR, SNR_ZERO, T, density
 
 
 @pytest.mark.parametrize("snr", [SNR, SNR_ZERO], ids=["sd", "zero_terminal"])
@@ -52,7 +51,7 @@ def test_draws_are_stratified_and_do_not_depend_on_the_sharding():
 
 def test_a_density_without_a_shape_is_uniform_and_the_floor_is_reached_in_floats():
     """Shares such as 0.55 and 0.15 leave a little less than 0.3; the first draw of a curriculum from 0 has no edge."""
-    for p in (density("snr_mixture", middle=0.0, high=0.0), density(experiment("curriculum"), progress=0.0, start=0.0)):
+    for p in (density("snr_mixture", middle=0.0, high=0.0), density(CURRICULUM, progress=0.0, start=0.0)):
         assert np.allclose(p, 1 / T)
     assert density("snr_mixture", middle=0.55, high=0.15).sum() == pytest.approx(1)
 
@@ -84,34 +83,10 @@ def test_snr_mixture_is_the_logistic_it_says():
 
 
 def test_curriculum_opens_from_high_noise_down():
-    edge = [int((density(experiment("curriculum"), progress=s) > 0.31 / T).argmax()) for s in (0.0, 0.25, 0.5, 1.0)]
+    edge = [int((density(CURRICULUM, progress=s) > 0.31 / T).argmax()) for s in (0.0, 0.25, 0.5, 1.0)]
     assert edge == [750, 375, 0, 0]
     with pytest.raises(UserError):
-        density(experiment("curriculum"), uniform=0.1)
-
-
-def test_learning_progress_follows_what_is_left_to_learn():
-    p = density(LEARNING_PROGRESS)
-    relative = np.repeat(np.linspace(0.2, 1.0, 20), 50)
-    assert np.allclose(p, 0.7 * relative / relative.sum() + 0.3 / T)
-    errors = ErrorByTimestep(T, every=1)
-    t = torch.arange(T)
-    for step, scale in enumerate((1.0, 1.0, 0.5, 0.5)):
-        errors.observe(t, scale * (1 + t / 100))  # a loss that depends on t above all
-        errors.after_step(step)
-    assert np.allclose(errors.relative(), math.sqrt(0.5 * 1 + 0.5 * 0.25))
-    again = ErrorByTimestep(T, every=1)
-    again.load_state_dict(errors.state_dict())
-    for e in (errors, again):
-        e.after_step(4)
-    assert np.array_equal(errors.relative(), again.relative())
-
-
-def test_a_skipped_step_tells_nothing_of_its_errors():
-    memory = Trainer(config(timesteps=LEARNING_PROGRESS)).memory
-    memory.errors.observe(torch.tensor([5]), torch.tensor([torch.inf]))
-    memory.after_step(0, skipped=True)
-    assert not memory.errors.step.any() and not memory.errors.sums.any()
+        density(CURRICULUM, uniform=0.1)
 
 
 def test_the_comb_is_even_in_a_step_and_uniform_over_seeds():
