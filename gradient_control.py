@@ -9,9 +9,9 @@ layers alike. To act on layers, train some of them: `--train_layers up*`.
     loss.backward(); control.before_step(step)     # then clip, then:
     optimizer.step(); control.after_step()         # then lr_scheduler.step(), zero_grad()
 
-Under Adam the scale of a gradient cancels (1412.6980), so a multiplier acts on the learning rate.
-A rule is one function of `GroupStats`: `--gradient_control.name mine.py:my_rule` takes one from any
-file, as those in experiments/; an entry in `SCALE_RULES` keeps it here.
+Under Adam the scale of a gradient cancels (1412.6980), so a multiplier acts on the learning rate. A
+rule is one function of `GroupStats`: `--gradient_control.name mine.py:my_rule` takes a rule from
+any file, such as those in experiments/; an entry in `SCALE_RULES` registers it by name.
 
 Symbols: G groups; n (G,) parameters of a group; g_t gradient; m_t its EMA, m̂ bias-corrected; S =
 <g_t, m̂_(t-1)>; E = ||g_t||^2 on the coordinates of S; Q = ||g_t||^2 on all; r = S+ / (E - S+) the
@@ -147,7 +147,7 @@ class LayerRates(Hook):
     of its gradients.
 
     Multipliers are computed on the device and read by the host one refresh later. `meters` is the
-    controller's.
+    dict of the controller's meters.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class LayerRates(Hook):
 
     @torch.no_grad()
     def after_step(self, step: int, skipped: bool = False) -> None:
-        """Give the schedule its own rates back; every `refresh` updates compute new multipliers."""
+        """Restore the schedule's rates; every `refresh` updates, compute new multipliers."""
         self.rates.restore()
         if skipped:
             return
@@ -220,7 +220,7 @@ class LayerRates(Hook):
                 self.compute_multipliers()
 
     def apply_multipliers(self) -> None:
-        """Put the multipliers in force that were computed one refresh before."""
+        """Apply the multipliers that were computed one refresh before."""
         if (host := self.computed.receive()) is None:
             return
         self.multipliers = dict(zip(self.groups.names, host, strict=True))
@@ -228,12 +228,13 @@ class LayerRates(Hook):
         if in_force and not self.judged:  # at the first refresh after the fade-in began
             self.judged = True
             if max(host) - min(host) < 1e-9:
-                why = "what it returns is NaN, not positive, or the same for all"
+                why = "its values are NaN, not positive, or the same for all"
                 warn(f"gradient_control.name: {self.config.name} acts on no group ({why})")
         self.history.append({"step": self.step + 1, "multipliers": dict(self.multipliers)})
 
     def compute_multipliers(self) -> None:
-        """From the statistics so far: rule, fade-in, bounds, quadratic mean one."""
+        """Compute multipliers from the statistics so far: rule, fade-in, bounds, quadratic mean
+        one."""
         c = self.config
         stats = self.statistics.groups(
             names=tuple(self.groups.names),
@@ -268,7 +269,7 @@ class LayerRates(Hook):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up such a state."""
+        """Load such a state."""
         self.updates = state["updates"]
         self.multipliers = dict(state["multipliers"])
         self.history = [dict(entry) for entry in state["history"]]
@@ -277,8 +278,8 @@ class LayerRates(Hook):
 
 
 class SourceConflict(Hook):
-    """Meters the cosines between what the sources add to the gradient of a step. `meters` is the
-    controller's."""
+    """Meters the cosines between the gradients of a step's sources. `meters` is the dict of the
+    controller's meters."""
 
     def __init__(
         self,
@@ -288,7 +289,7 @@ class SourceConflict(Hook):
     ):
         self.config = config
         self.sample = sample
-        self.remaining = MIXED  # the source of what the next backward adds
+        self.remaining = MIXED  # the source that gets the next backward's gradient
         self.latest = meters
 
     @functools.cached_property
@@ -297,8 +298,8 @@ class SourceConflict(Hook):
         return SourceBank(self.sample())
 
     def before_backward(self, losses: Tensor, sources: list[str], scale: float = 1.0) -> None:
-        """Keep each source's own gradient of a mixed micro-batch; the last source gets what the
-        backward adds.
+        """Keep the gradient of each source of a mixed micro-batch; the last source gets the rest,
+        from the backward that follows.
 
         Every source but the last costs one more backward. It does not add to the accumulated
         gradient, and DDP's hooks do not see it.
@@ -309,7 +310,8 @@ class SourceConflict(Hook):
 
     @torch.no_grad()
     def after_backward(self, last: bool = True) -> None:
-        """Give the remaining source what the backward added; the gradient stays as it is."""
+        """Assign the backward's gradient to the remaining source; the gradient itself is
+        unchanged."""
         self.bank.after_backward(last, self.remaining)
         self.remaining = MIXED
 
@@ -373,7 +375,7 @@ class Controller(Hooks):
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """{group: what multiplies its learning rate now}."""
+        """{group: the present multiplier of its learning rate}."""
         return self.layer_rates.multipliers
 
     @property
@@ -397,7 +399,7 @@ class Controller(Hooks):
         )
 
     def attach(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """Take the optimizer, wrapped or not. Refuses those a multiplier cannot work with."""
+        """Store the optimizer, wrapped or not. Refuses one on which multipliers cannot act."""
         names = self.groups.names if self.rates_differ else None
         self.layer_rates.optimizer = check_optimizer(
             optimizer, lr_scheduler, names, self.config.apply
@@ -431,7 +433,7 @@ class Controller(Hooks):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state. Raises UserError where it is of another rule or of other groups."""
+        """Load a state. Raises UserError if it has another rule or other groups."""
         for key, now in (
             ("rule", user_code.short(self.config.name)),
             ("groups", self.groups.parameters),

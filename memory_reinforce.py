@@ -1,8 +1,9 @@
-"""Memory reinforcement: what to show, at which noise level, where to look, and what to keep.
+"""Memory reinforcement: which records to show, at which noise levels, which regions count in the
+loss, and how to preserve other images.
 
-A target is a picture of k elements; the data shows each element alone, at its native place, beside
-its phrase. Every part below is usable alone and off by default; docs/memory.md says what each is
-for and when it harms.
+A target is a picture of k elements; the data shows each element alone, at its native place, with
+its phrase in the caption. Every part below is usable alone and off by default; docs/memory.md says
+what each is for and when it harms.
 
 Legend: R records, n elements (a key is "target/element"), T training timesteps, N effective batch,
 B micro-batch, latents (B,C,h,w), timesteps (B,), rho_i strength of element i, q_i its share of the
@@ -43,8 +44,8 @@ from silentbad.settings.types import Decay, Positive, Unit
 
 # ------------------------------------------------------------ samplers
 # A sampler gives each element its share q (n,) of the epoch's element exposures, from the probe
-# history rho (H,n), the number of records of each element (n,) and the epoch. `epoch_order` deals
-# the records.
+# history rho (H,n), the number of records of each element (n,) and the epoch. `epoch_order` orders
+# the records by these shares.
 
 
 def uniform(rho: np.ndarray, records: np.ndarray, epoch: int) -> np.ndarray:
@@ -120,7 +121,7 @@ TIMESTEPS = Parts(
 
 # ------------------------------------------------------------ losses
 # A loss weight is a function of snr (B,) for the epsilon error, finite at snr = 0; `in_prediction`
-# carries it over to what the model predicts.
+# converts it to the model's prediction type.
 
 
 def no_weight(snr: torch.Tensor, prediction_type: str) -> torch.Tensor:
@@ -164,7 +165,7 @@ ERRORS = Parts(
 )
 
 
-# ------------------------------------------------------------ the shell
+# ------------------------------------------------------------ all parts of a run
 # Regions are registered in `silentbad.memory.masks`, rehearsal in `silentbad.memory.rehearsal`; the
 # parts of auxiliary losses are in `silentbad.memory.auxiliary`.
 
@@ -193,7 +194,7 @@ REGISTRIES: dict[str, Parts] = {
 
 
 def check(config: MemoryConfig) -> None:
-    """Refuse what cannot run, before any weights load."""
+    """Refuse settings that cannot run, before any weights load."""
     slots = [(registry, getattr(config, slot)) for slot, registry in REGISTRIES.items()]
     slots += [(TIMESTEPS, policy) for policy in policies(config).values()]
     parts = [(registry, part.name, part.options) for registry, part in slots]
@@ -205,7 +206,7 @@ def check(config: MemoryConfig) -> None:
 
 
 def try_with(config: MemoryConfig, info: DataInfo, prediction_type: str) -> None:
-    """Refuse parts that cannot do with the run's own elements and prediction type."""
+    """Refuse parts that fail with the run's elements or prediction type."""
     counts = np.asarray([len(rows) for rows in info.rows])
     if len(counts):
         examples = sampler_examples(counts)
@@ -418,7 +419,7 @@ class Memory(Hook):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state of the same configuration."""
+        """Load a state of the same configuration."""
         self.phrases.load_state_dict(state["phrases"])
         self.epochs.load_state_dict(state["epochs"])
         self.rehearsed.load_state_dict(state["rehearsed"])

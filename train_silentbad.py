@@ -1,20 +1,21 @@
-"""Fine-tune Stable Diffusion on element data, control its layers, and watch it recover what was
-never shown.
+"""Fine-tune Stable Diffusion on element data, control its layers, and measure how it recovers
+pictures that were never shown.
 
     accelerate launch train_silentbad.py --config FILE [--config MORE] [--flag value ...]
 
-Exit code 0: finished; 2: a mistake in what was given; 129, 130, 143: stopped by SIGHUP, SIGINT,
-SIGTERM with a checkpoint saved; under `accelerate launch` every code but 0 is 1 (docs/running.md).
+Exit code 0: finished; 2: a mistake in the settings or the data; 129, 130, 143: stopped by SIGHUP,
+SIGINT, SIGTERM with a checkpoint saved; under `accelerate launch` every code but 0 is 1
+(docs/running.md).
 Names are those of diffusers' scripts: latents, noise, noisy_latents, target and model_pred are
-(B,C,h,w), timesteps and their importance weights (B,), conditioning is what the captions say to the
-model. `step` counts optimizer updates, `draw` effective batches: a skipped update never meets its
-data again."""
+(B,C,h,w), timesteps and their importance weights (B,), conditioning the text states of the captions
+or their tokens. `step` counts optimizer updates, `draw` effective batches: the data of a skipped
+update is not drawn again."""
 
 import sys
 
 from silentbad.settings.startup import early, refused, training
 
-if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+if __name__ == "__main__":  # report a mistake before the slow imports below
     COMMAND = early(training, sys.argv[1:], __doc__)
 
 import math
@@ -142,7 +143,7 @@ def steps(run: Run, requests: Requests) -> int:
                 continue
             run.meters.add({"loss": torch.stack(losses).mean()})
             bar.update()
-            if state.step == first:  # a log shows that it trains
+            if state.step == first:  # so that a log file shows the first step
                 bar.refresh()
             with bar.paused():
                 stop = boundary(run, requests, bar)
@@ -168,8 +169,8 @@ def micro_step(run: Run, batch: dict[str, Any], micro: int) -> torch.Tensor:
 def part_step(
     run: Run, share: float, batch: dict[str, Any], micro: int, *, last: bool
 ) -> torch.Tensor:
-    """Forward and backward of a `share` of a micro-batch; returns its part of the loss. Nothing
-    here waits for the device but, in fp16, the reading of the loss scale."""
+    """Forward and backward of a `share` of a micro-batch; returns its part of the loss. Only the
+    reading of the loss scale, in fp16, waits for the device."""
     config = run.config
     hooks = run.hooks
     memory = run.memory
@@ -188,21 +189,21 @@ def part_step(
         if key in batch:
             batch = batch | {key: send(batch[key], device)}
 
-    # Noise level of each sample: memory draws it, unless a hook of one's own does
+    # Noise level of each sample: drawn by memory, unless a user's hook draws it
     drawn = hooks.timesteps(draw, positions, run.loader.effective_batch, batch["role"])
-    assert drawn is not None, "memory draws them where no other hook does"
+    assert drawn is not None, "memory draws the timesteps if no other hook does"
     timesteps, weights = drawn
     run.state.count(timesteps)
     timesteps = send(timesteps, device)
     weights = send(weights, device)
 
-    # Noise, and what the model is to predict
+    # Noise, and the prediction target
     def model(noisy_latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         return run.forward(noisy_latents, timesteps, **conditioning, return_dict=False)[0]
 
     noise, noisy_latents = diffusion.noised(scheduler, latents, timesteps, config, draw, positions)
     target = diffusion.prediction_target(scheduler, latents, noise, timesteps)
-    # with `memory.loss.dream` the model's own error moves both (2312.00210)
+    # `memory.loss.dream` rectifies both by the model's own error (2312.00210)
     noisy_latents, target = memory.apply_dream(
         model, latents, noise, timesteps, noisy_latents, target
     )
@@ -249,7 +250,7 @@ def update(run: Run) -> bool:
     norms = optimizers.gradient_norms(params)
     norm = torch.linalg.vector_norm(norms)
     scalars = hooks.before_step(state.step, torch.isfinite(norm), norms)
-    size = norm.item()  # the one host sync of a step: what is not finite must not be applied
+    size = norm.item()  # the one host sync of a step: a gradient that is not finite is not applied
     finite = math.isfinite(size)
 
     # Clip; below the limit it would multiply by one
@@ -277,7 +278,7 @@ def update(run: Run) -> bool:
 
 
 def stopped(run: Run, number: int) -> int:
-    """Say so; returns the exit code."""
+    """Report the signal; returns the exit code."""
     saved = run.state.step and not run.config.dry_run
     resume = "; resume with --resume_from_checkpoint latest" if saved else ""
     run.log.say(f"stopped by {signal.Signals(number).name}{resume}")
@@ -285,7 +286,7 @@ def stopped(run: Run, number: int) -> int:
 
 
 def boundary(run: Run, requests: Requests, bar: Bar) -> int:
-    """Between two steps: log, save, measure if asked; the signal to stop by, or 0."""
+    """Between two steps: log, save, measure if asked; returns the signal that stops the run, or 0."""
     state = run.state
     config = run.config
     if state.step % config.log_every == 0 or state.step == state.total:
@@ -308,8 +309,8 @@ def boundary(run: Run, requests: Requests, bar: Bar) -> int:
 
 
 def validate(run: Run, asked: bool = False, final: bool = False) -> None:
-    """Sample prompts, recovery and the report so far, on all processes; the best pipeline, where it
-    is kept, is written before the old one goes."""
+    """Draw the sample prompts, measure recovery, write the report so far; on all processes. A
+    better pipeline is written before the previous best one is deleted."""
     state = run.state
     if run.sheet is not None:
         weights = averaged(state.model, state.ema, state.optimizer)
@@ -350,7 +351,7 @@ def report(run: Run, under_way: bool = False) -> None:
 def finish(run: Run) -> None:
     """Last checkpoint, last validation, pipeline, prompt images, report; then the upload, which
     may fail."""
-    with run.folder.writing("what a run leaves"):
+    with run.folder.writing("the results of the run"):
         run.checkpoints.save("end")
         validate(run, final=True)
         save_pipeline(run, run.folder.pipeline)
@@ -387,7 +388,7 @@ def not_finite(run: Run, batches: list[dict[str, Any]]) -> str:
     return (
         f"max_nonfinite_steps: {run.state.skipped_in_row} gradients in a row were not finite at "
         f"step {run.state.step}; "
-        f"last drawn records {indices[:8]} ({places}); lower learning_rate or mend them"
+        f"last drawn records {indices[:8]} ({places}); lower learning_rate or fix the records"
     )
 
 
@@ -395,7 +396,7 @@ def not_finite(run: Run, batches: list[dict[str, Any]]) -> str:
 
 
 def start(config: Config) -> int:
-    """Build the run, or take it up where it stopped, and train; returns the exit code."""
+    """Build the run or resume it, and train; returns the exit code."""
     sharded = shards.take_over()
     config = stamped(config)
     accelerator = trackers.make_accelerator(config)
@@ -418,8 +419,8 @@ def start(config: Config) -> int:
 
 
 def try_out(run: Run) -> int:
-    """A dry run: a few steps, one image where the run draws some, and what the whole run will
-    take."""
+    """A dry run: a few steps, one image if the run draws any, and a forecast of time, memory and
+    disk for the whole run."""
     forecast = Forecast(run)
     run.state.total = forecast.end_of_warm_up()
     if code := train(run):
@@ -432,7 +433,7 @@ def try_out(run: Run) -> int:
     if forecast.draws():
         with forecast.drawing():
             run.products.try_drawing(run.records.row(0)["text"], forecast.sampling_step)
-    if run.products.targets:  # what calibrates goes through the autoencoder
+    if run.products.targets:  # calibration sends pictures through the autoencoder
         run.products.try_round_trip()
     run.accelerator.print(forecast.text())
     return 0
@@ -448,7 +449,7 @@ def take_up(run: Run, checkpoint: Path) -> bool:
         length = "max_train_steps" if run.config.max_train_steps else "num_train_epochs"
         right = "give more, or an earlier checkpoint"
         raise UserError(f"{length}: ends at step {total}, before {checkpoint}; {right}")
-    advice = "finished already, nothing to do; a larger max_train_steps goes on"
+    advice = "finished already, nothing to do; to continue, set a larger max_train_steps"
     run.log.say(advice if done else f"resuming {checkpoint}")
     if done and run.config.lora.merged and not (run.folder.path / "pipeline").is_dir():
         missing = "there is no merged pipeline/, which is written where a run ends"
@@ -457,7 +458,7 @@ def take_up(run: Run, checkpoint: Path) -> bool:
 
 
 def open_folder(run: Run) -> None:
-    """Make the run's folder and its trackers: from here on it writes."""
+    """Create the run's folder and start its trackers; before this the run writes only caches."""
     settings = to_dict(run.config)
     state = run.state
     about = facts(run.accelerator.device, run.accelerator.num_processes)

@@ -1,5 +1,5 @@
-"""Weights decay to what they were before training: L2-SP (1802.01483), decoupled from the gradient
-as weight decay is in AdamW (1711.05101).
+"""Weights decay to their values before training: L2-SP (1802.01483), decoupled from the gradient as
+weight decay is in AdamW (1711.05101).
 
     w <- w + (c/T) s_t (w_0 - w)    after update t of T; s_t in [0, 1] is the learning rate's schedule,
                                     c `decay_to_base`

@@ -44,7 +44,7 @@ class Multipliers:
         return a
 
     def receive(self) -> list[float] | None:
-        """What was sent at the refresh before, or None."""
+        """The multipliers sent at the previous refresh, or None."""
         values = self._mail.receive()
         return None if values is None else values.tolist()
 

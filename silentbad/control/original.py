@@ -15,9 +15,9 @@ def adjust_gradient_scale(
 
     Kept for comparison; `Controller` is its successor. The f_i sum to one, so the average scale
     tends to 1/N: 1/686 for SD 1.5. Multiplied into gradients it is nearly without effect under
-    Adam, which divides a constant scale out (1412.6980); what is left is that it disarms
-    `max_grad_norm`, pushes layers with small gradients toward Adam's eps and, while the scales fall
-    from 1, acts as a hidden learning-rate schedule. `model` is unused and kept for the signature.
+    Adam, which divides a constant scale out (1412.6980); but it makes `max_grad_norm` ineffective,
+    pushes layers with small gradients toward Adam's eps and, while the scales fall from 1, acts as
+    a hidden learning-rate schedule. `model` is unused and kept for the signature.
 
     Edge cases: a missing or empty gradient counts as 0; an all-zero or non-finite step leaves the
     scales as they are; means are taken in float32; gradients may be on another device than the

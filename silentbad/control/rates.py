@@ -19,7 +19,7 @@ REFUSED = {  # optimizers whose step of a group is not its learning rate times a
 
 
 def unwrapped(wrapper: Any, attribute: str) -> Any:
-    """What accelerate's wrapper holds, or the thing itself."""
+    """The object inside accelerate's wrapper, or the object itself."""
     return (
         getattr(wrapper, attribute) if type(wrapper).__name__.startswith("Accelerated") else wrapper
     )
@@ -72,7 +72,7 @@ def scale_gradients(groups: Iterable[list[torch.nn.Parameter]], multipliers: lis
 
 
 class LearningRates:
-    """The schedule's learning rates, kept while a step runs with others."""
+    """Keeps the schedule's learning rates while a step uses others."""
 
     def __init__(self) -> None:
         self.replaced: list[tuple[dict[str, Any], float, float, float | None]] = []

@@ -6,12 +6,12 @@ In the relative unit, tensor by tensor,
 
     W <- W - lr lambda W + eta U        eta = lr max(RMS(W), FLOOR) / RMS(U)
 
-with U what the optimizer adds without its weight decay lambda, so RMS(eta U) / RMS(W) is lr, the
+where U is the optimizer's update without its weight decay lambda, so RMS(eta U) / RMS(W) is lr, the
 rate of the schedule and of the rules. It is the trust ratio of LARS (1708.03888, equation 6) and
-LAMB (1904.00962), with the floor of Adafactor's relative step size (1804.04235, section 8): a weight
-of zeros moves as one of RMS 1e-3. Unlike LAMB, U is without decay, for a weight whose gradient is
-zero would decay at the full rate; and norms and biases have the unit too. A spectral norm in place
-of the RMS is the modular norm's choice (2409.20325).
+LAMB (1904.00962), with the floor of Adafactor's relative step size (1804.04235, section 8): a
+weight of zeros moves as one of RMS 1e-3. Unlike in LAMB, U excludes the decay: else a weight whose
+gradient is zero would decay at the full rate. The unit applies to norms and biases too. A spectral
+norm in place of the RMS is the modular norm's choice (2409.20325).
 
 An adapter moves the frozen weight W by its product D(A, B), s B A for LoRA. Its factors have one
 eta for all, such that RMS(D(A + eta U_A, B + eta U_B) - D(A, B)) is lr max(RMS(W), FLOOR). So they
@@ -71,7 +71,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
 
 
 def product_of(layer: Any) -> Callable[[], Tensor]:
-    """What a layer's adapter adds to its weight."""
+    """A function that returns the product that a layer's adapter adds to its weight."""
     return lambda: layer.get_delta_weight(layer.active_adapters[0]).detach()
 
 

@@ -4,9 +4,9 @@ every direction.
 A linear layer is an associative memory: its weight is a sum of outer products, one for each pair of
 a key and its value. Adam's update of it has a few large singular values, those of what the data
 shows most. Muon sets all singular values of the averaged gradient to about one, G = U S V' -> U V',
-so what is rare is written as fast as the rest (2509.26030: balanced learning over classes of
-unequal frequency, whatever their embeddings; the gain lies in the value, output and feed-forward
-weights). A picture's elements are such a tail among clean pictures.
+so rare pairs are learnt as fast as the rest (2509.26030: balanced learning over classes of unequal
+frequency, whatever their embeddings; the gain lies in the value, output and feed-forward weights).
+A picture's elements are such a tail among clean pictures.
 
     m_t = mu m_(t-1) + (1 - mu) g_t                     W <- W - lr 0.2 sqrt(max(out, in)) orth((1 - mu) g_t + mu m_t)
 
@@ -41,7 +41,7 @@ ITERATIONS: dict[str, Coefficients] = {
         (2.3086, -1.6760, 0.4196),
     ),
 }
-WIDE = 1.5  # columns over rows from which on the iteration on the Gram matrix costs less
+WIDE = 1.5  # from this ratio of columns to rows on, iterating on the Gram matrix costs less
 Groups = list[dict[str, Any]]
 
 

@@ -74,7 +74,7 @@ class Sample:
         present = [self.zeros[:1] if t is None else t.detach() for t in tensors]
         kinds = {t.dtype for t in present}
         widest = torch.float64 if torch.float64 in kinds else torch.float32
-        wide = None if kinds == {widest} else widest  # shards take no other than their own
+        wide = None if kinds == {widest} else widest  # shards allow no other dtype than their own
         return gather(torch.stack(torch._foreach_norm(present, 2, dtype=wide))).to(self.owner)
 
 
@@ -100,14 +100,13 @@ def _strided(tensor: Any, count: int, stride: int) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.as_strided((count,), (stride,))
-    # the same coordinates in any memory format: a run may be taken up in another
+    # the same coordinates in any memory format: a run may be resumed in another
     return tensor.take(torch.arange(0, count * stride, stride, device=tensor.device))
 
 
 @dataclass(frozen=True)
 class GroupStats:
-    """What a scale rule may look at: tensors (G,), bias-corrected averages over the recent
-    steps."""
+    """The input of a scale rule: tensors (G,), bias-corrected averages over the recent steps."""
 
     names: tuple[str, ...]
     n: Tensor  # parameters
@@ -170,8 +169,8 @@ class Statistics:
     def update(
         self, grads: list[Tensor | None], finite: Tensor | None = None, norms: Tensor | None = None
     ) -> None:
-        """Take in the gradients of one optimizer step: synchronised, unscaled, not yet clipped;
-        their norms (T,), where known.
+        """Update the averages by the gradients of one optimizer step: synchronised, unscaled, not
+        yet clipped; their norms (T,), where known.
         """
         g = self.sample.read(grads)
         norms = self.sample.norms(grads) if norms is None else norms.to(self.sample.owner)

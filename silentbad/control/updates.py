@@ -1,4 +1,5 @@
-"""What optimizers of our own share: a step over the groups, and AdamW's averages as their state."""
+"""The base class of this project's optimizers: a step over the groups, and AdamW's averages as
+state."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Shapes of training images that keep the area and follow the aspect: what goes where, and batches
-of one shape.
+"""Buckets: shapes of about the same area for training images of any aspect, the bucket of each
+image, and batches of one shape.
 
 Legend: R records, a shape is (width, height) in pixels, B samples of a micro-batch."""
 
@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 
 Shape = tuple[int, int]
-SLACK = 10  # one part in so many: how far an area may be from the square's
+SLACK = 10  # the area of a bucket differs from the square's by 1/SLACK at most
 STEP = 64  # of the sides of a bucket, where the pipeline and the area allow it
 
 
@@ -33,7 +33,7 @@ def stretch(size: Shape, shape: Shape) -> float:
 
 @cache
 def nearest(size: Shape, side: int, step: int) -> Shape:
-    """The bucket that changes the aspect of an image least; the one nearest side^2 where two do."""
+    """The bucket that changes the aspect of an image least; on a tie the one nearest side^2."""
     return min(
         shapes(side, step),
         key=lambda s: (round(stretch(size, s), 9), abs(s[0] * s[1] - side * side), s),
@@ -42,8 +42,8 @@ def nearest(size: Shape, side: int, step: int) -> Shape:
 
 @dataclass(eq=False)
 class Batches:
-    """Puts an order of records in line so that each micro-batch of B has one shape. `kind` (R,)
-    numbers the shapes.
+    """Reorders records so that each micro-batch of B has one shape. `kind` (R,) is the number of
+    each record's shape.
 
     Records wait for others of their shape; those that still wait when an epoch ends begin the next
     one, so that over the epochs every record is shown as often as its order says."""
@@ -73,7 +73,7 @@ def table(
     cut: bool,
     batch_size: int,
 ) -> str:
-    """What went where: records by bucket and role, the largest change of aspect."""
+    """A table of the buckets: records by bucket and role, the largest change of aspect."""
     counts: dict[Shape, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     worst: dict[Shape, float] = defaultdict(float)
     for size, role, shape in zip(sizes.tolist(), roles, shapes, strict=True):

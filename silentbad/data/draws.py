@@ -20,7 +20,7 @@ from silentbad.settings.train import TrainConfig
 
 # ---------------------------------------------------------------- draws
 def shuffled_text(text: str, phrases: list[str], rng: torch.Generator) -> str:
-    """`text` with the phrases that stand in it exchanged among their places."""
+    """`text` with the phrases that occur in it permuted among their places."""
     any_phrase = pattern(phrases)
     matches = re.findall(any_phrase, text)
     order = iter(torch.randperm(len(matches), generator=rng).tolist())
@@ -35,7 +35,7 @@ def first_parts(text: str, draw: int, least: int, steps: int) -> str:
 
 
 def with_caption(record: dict, text: str) -> dict:
-    """A record under a shorter caption; its element keeps its name where a phrase gave it."""
+    """A record under a shorter caption; an element named by its phrase keeps this name."""
     phrases = record["phrases"]
     phrases_left = standing(phrases, text)
     element = record["element_id"] or (phrases or [""])[0]
@@ -63,7 +63,7 @@ class Transform:
         return cls(resolution, kind, config.center_crop, config.random_flip, step)
 
     def shape(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Width and height of what a step sees of an image of this width and height."""
+        """Width and height of the window that a step sees of an image of this width and height."""
         if self.step:
             return nearest(size, self.resolution, self.step)
         return self.resolution, self.resolution
@@ -228,12 +228,13 @@ def by_role(
 @dataclass(eq=False)
 class Draws:
     """What a record looks like at (draw, position): text, uint8 pixels (3,R,R), uint8 mask (1,R,R)
-    or none, and `counted` (1,R,R), what of the picture counts in the loss, or none where all does.
+    or none, and `counted` (1,R,R), the part of the picture that counts in the loss, or none if all
+    of it does.
 
     `rehearse(record, (draw, position))` may return another record (a dict of Reader.FIELDS,
     `united`, and `counted` as a picture) in place of the drawn one, or None. A share
-    `dropout[role]` of the exposures of a role has no caption; clean ones lose it before they could
-    be rehearsed. With `warmup` (least, steps) captions grow from their first parts. `unseen` (R,)
+    `dropout[role]` of the exposures of a role has no caption; a clean record without one is not
+    rehearsed. With `warmup` (least, steps) captions grow from their first parts. `unseen` (R,)
     marks records whose pixels no step needs: their latents are on disk."""
 
     reader: Reader
@@ -268,6 +269,6 @@ class Draws:
         return sample | {"index": index, "position": position, "fixed": fixed}
 
     def _uncaptioned(self, role: str, address: tuple) -> bool:
-        """Whether an exposure of a role has no caption; nothing is drawn where all have theirs."""
+        """Whether an exposure of a role has no caption; no random draw if all have one."""
         share = self.dropout.get(role, 0.0)
         return bool(share) and bool(torch.rand((), generator=generator(*address)) < share)

@@ -1,4 +1,4 @@
-"""Who is who among the records, and the order in which an epoch shows them.
+"""The element that each record shows, and the order of the records in an epoch.
 
 Pure functions of counts and addresses: R records, n elements (a key is "target/element"), q (n,)
 their shares."""
@@ -17,11 +17,11 @@ from silentbad.errors import UserError
 
 
 class DataInfo:
-    """Who is who among the records, without their pictures.
+    """The element that each record shows, without the pictures.
 
     roles (R,) of "element" | "rehearsal" | "clean"; keys: one "target/element" per element, in
-    order of appearance; rows[i] the records of element i; phrase[i] what its captions share;
-    target[i] whose element it is; shared {phrase: targets} of phrases that several targets use;
+    order of appearance; rows[i] the records of element i; phrase[i] the phrase that its captions
+    share; target[i] its target; shared {phrase: targets} of phrases that several targets use;
     withheld {target: phrases} of its elements that a control run leaves out."""
 
     def __init__(
@@ -85,7 +85,7 @@ class DataInfo:
         return [*shown, *self.withheld.get(target, ())]
 
     def of_batch(self, batch: dict) -> list[int]:
-        """The element of each sample of a batch, n for none; asks no device."""
+        """The element of each sample of a batch, n for none; does not wait for the device."""
         return [self.index.get(key, len(self.keys)) for key in self.keys_of(batch)]
 
     def __len__(self) -> int:
@@ -146,8 +146,8 @@ def epoch_order(
 
 @dataclass(eq=False)
 class Epochs:
-    """One epoch's order at a time. The history it was dealt from is kept, so a resume deals the
-    same epoch again.
+    """The order of one epoch at a time. The history that it was computed from is kept, so a resume
+    computes the same order.
 
     share(rho (H,n), records (n,), epoch) -> q (n,) is the policy, times the elements' weight;
     history() -> rho (H,n)."""
@@ -160,7 +160,7 @@ class Epochs:
     dealt: tuple[int, list] | None = None
 
     def state_dict(self) -> tuple[int, list] | None:
-        """The epoch dealt last and the history it was dealt from."""
+        """The last epoch and the history that its order was computed from."""
         return self.dealt
 
     def load_state_dict(self, state: tuple[int, list] | None) -> None:
@@ -186,7 +186,7 @@ def epoch_length(info: DataInfo, clean_ratio: float | None) -> int:
 
 
 def sources_of(batch: dict, by: str) -> list[str]:
-    """Whose gradient each sample brings: by "role", or by "element"."""
+    """The source of each sample's gradient: by "role", or by "element"."""
     if by == "role":
         return batch["role"]
     return [key or role for key, role in zip(DataInfo.keys_of(batch), batch["role"], strict=True)]

@@ -1,8 +1,8 @@
 """Readers of records: `row_source` chooses one, `folder_rows` reads all image folders;
 `checked_row` completes a row.
 
-Whatever is wrong is one line that names file and record. A scan reads folders without torch and
-datasets: neither is imported here."""
+Every error is one line that names file and record. A scan reads folders without torch and datasets:
+neither is imported here."""
 
 import hashlib
 import itertools
@@ -133,7 +133,8 @@ def repeated_rows(root: Path, folder: Path) -> Iterator[dict]:
 
 
 def _what_is_there(root: Path, folders: list[Path]) -> str:
-    """Of a folder that cannot be read: what in it comes nearest, and what would make it right."""
+    """For a folder that cannot be read: the nearest thing to data in it, and how to make it
+    readable."""
     packed = [f for f in sorted((*root.glob("*"), *root.glob("*/*"))) if f.suffix in PACKED]
     if packed:
         return f"{packed[0].relative_to(root)} is there; give --dataset_name {root}"
@@ -169,8 +170,8 @@ def _what_is_there(root: Path, folders: list[Path]) -> str:
 
 # ---------------------------------------------------------------- the reader of a data set
 def row_source(config: DataSettings) -> tuple[str, str, Callable[[], Iterator[dict]]]:
-    """(name, key, rows) of what `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for:
-    `rows` reads them, unchecked, and `key` changes whenever they would.
+    """(name, key, rows) of the data in `train_data_dir` or `dataset_name` (of `TrainConfig`):
+    `rows` reads the rows, unchecked, and `key` changes when the rows change.
 
     Raises UserError where there is no such data."""
     if config.dataset_name is not None:
@@ -246,9 +247,7 @@ def checked_row(unchecked: dict) -> dict:
         if phrase not in text:
             composed = unicodedata.normalize("NFC", phrase) in unicodedata.normalize("NFC", text)
             why = "; they differ in Unicode composition, save both in NFC" if composed else ""
-            raise UserError(
-                f"{where}: phrase {phrase!r} does not stand in its caption {text!r}{why}"
-            )
+            raise UserError(f"{where}: phrase {phrase!r} is not in its caption {text!r}{why}")
     if fields["role"] == "element" and not (phrases or fields["element_id"]):
         raise UserError(
             f"{where}: role element needs phrases or element_id, which say what element it shows"
@@ -269,12 +268,12 @@ def checked_row(unchecked: dict) -> dict:
 
 
 def masked_by_itself(unchecked: dict) -> dict:
-    """A row whose picture is its own mask, where it has none."""
+    """A row that uses its picture as its mask if it has no mask."""
     return unchecked | {"mask": unchecked["mask"] or unchecked["image"]["path"] or ""}
 
 
 def mask_of(row: dict, size: tuple[int, int], where: str) -> Image.Image | None:
-    """The mask of a row; of a picture that is its own, the opaque part, or None."""
+    """The mask of a row, or None; if the picture is its own mask, its opaque part."""
     if row["mask"] and row["mask"] == row["image"]["path"]:
         return images.alpha_mask(Path(row["mask"]), where)
     return images.open_mask(Path(row["mask"]), size, where) if row["mask"] else None

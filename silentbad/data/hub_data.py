@@ -19,7 +19,7 @@ SAVED = ("state.json", "dataset_dict.json")  # what save_to_disk writes
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without the reports of datasets: what it would say of a data set is refused in one line."""
+    """Silence the log of `datasets`: faults of a data set are reported here, in one line."""
     level = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:

@@ -1,7 +1,7 @@
 """Images and masks: decoded within bounds, converted, compared by content.
 
 Images are bounded in size before they are decoded, file names cannot leave their folder, and
-nothing is executed. torch is imported by what makes tensors alone: a command that needs none starts
+nothing is executed. Only functions that make tensors import torch, so a command without them starts
 within a second."""
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 MAX_PIXELS = 64_000_000  # larger images are refused before they are decoded
 MAX_SIDE = 65_535  # and longer ones: a decoder may take ten seconds for one of 6,700,000 by 9
 CHUNK = 512  # known pictures that are compared at once
-# Of the side: so near an element's edge nothing is judged. There alone may training pictures hide a
-# backdrop, and a generated picture is soft.
+# Share of the side: nothing this near to an element's edge is judged. Only there may training
+# pictures hide a backdrop, and generated pictures are soft there.
 RIM = 1 / 32
 # decoders that may run; others start programs (EPS) or are rare
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 PICTURES = {*(f".{name.lower()}" for name in FORMATS), ".jpg", ".jfif", ".tif"}  # as names end
 UNREAD = {".avif", ".heic", ".heif", ".jp2", ".jxl", ".psd"}  # pictures, of other formats
-# of the pixels that a profile's colour space goes with
+# the mode of the pixels for each colour space of a profile
 MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 SRGB = ImageCms.createProfile("sRGB")
 TRANSPARENT = "transparent"  # remarks on a picture, in its info["remark"]
@@ -173,7 +173,8 @@ def _upright(source: Path | bytes, where: str) -> Image.Image:
 
 @contextmanager
 def _decoding(source: Path | bytes, where: str) -> Iterator[None]:
-    """Pillow at work: its decoders raise many kinds of errors, and warn of more."""
+    """A context for Pillow's decoders: their many kinds of errors become a UserError, their
+    warnings are silenced."""
     failed = f"{where}: cannot read {_shown(source)} as an image"
     with warnings.catch_warnings(), user_errors(failed):
         warnings.simplefilter("ignore")
@@ -195,7 +196,7 @@ def _shown(source: Path | bytes) -> str:
 
 
 def _in_srgb(image: Image.Image, profile: bytes | None, grey: bool, named: str) -> Image.Image:
-    """The image in sRGB. A profile that cannot be applied is left out and said."""
+    """The image in sRGB. A profile that cannot be applied is left out, with a warning."""
     if not profile:
         return image.convert("RGB")
     try:
@@ -207,7 +208,7 @@ def _in_srgb(image: Image.Image, profile: bytes | None, grey: bool, named: str) 
         return image.convert("RGB") if converted is None else converted
     except Exception as error:  # Pillow and LittleCMS raise many kinds
         reason = first_line(error)
-        if reason not in _WARNED:  # said once: a whole folder may come from one program
+        if reason not in _WARNED:  # warned once: one program may have written the whole folder
             _WARNED.add(reason)
             warn(f"{named}: its colour profile is left out ({reason}), as those of others like it")
         return image.convert("RGB")
@@ -256,7 +257,7 @@ def thumbnail(image: Image.Image) -> bytes:
 
 
 def thumbnails(image: Image.Image) -> bytes:
-    """Thumbnails of all that a copy may be hidden in: whole, squares of it, within borders."""
+    """Thumbnails of the parts where a copy may be: the whole, squares of it, inside borders."""
     image = shrunk(image)
     width, height = image.size
     side = min(image.size)
@@ -305,8 +306,9 @@ def shrunk(image: Image.Image, side: int = 1024) -> Image.Image:
 def without_border(
     image: Image.Image, tolerance: int = 24, share: float = 0.25
 ) -> list[Image.Image]:
-    """The RGB image without a plain border, of the colour of its first pixel, of its last, and of
-    both in turn; none where there is no such border, or less than a `share` would remain."""
+    """The RGB image without plain borders in the colour of its first pixel, of its last pixel, and
+    of both in turn. A version is left out if it has no such border, or keeps less than a
+    `share`."""
     first = trimmed(image, (0, 0), tolerance)
     last = trimmed(image, (-1, -1), tolerance)
     both = first and trimmed(first, (-1, -1), tolerance)
@@ -367,10 +369,10 @@ def copies(
     """(row of thumbs (R,768), row of known_thumbs (T,768)) of the first near copy, or None.
 
     A copy has the known picture's contrast up to a factor of 2, at any brightness of each colour.
-    What both leave is less than `rms` levels in the root mean square and than a `share` of the
-    contrast, so that two nearly blank pages are no copies. On the microworld, JPEGs of quality 30
-    and pictures resized by half as much again are 4 to 7 levels away, the nearest of 840 pictures
-    that share elements with a target over 12."""
+    The remaining difference is less than `rms` levels in the root mean square, and less than a
+    `share` of the contrast, so two nearly blank pages are no copies. On the microworld, JPEGs of
+    quality 30 and pictures resized by half as much again are 4 to 7 levels away, the nearest of 840
+    pictures that share elements with a target over 12."""
     levels = _detail(thumbs)
     thumbs_contrast = (levels**2).mean(1)[:, None]
     for start in range(0, len(known_thumbs), CHUNK):
@@ -386,7 +388,7 @@ def copies(
 
 
 def _detail(thumbs: np.ndarray) -> np.ndarray:
-    """Thumbnails (n,768) less the mean of each colour: nothing is left of a plain one."""
+    """Thumbnails (n,768) minus the mean of each colour: zero for a plain picture."""
     colours = thumbs.reshape(len(thumbs), -1, 3)
     return (colours - colours.mean(1, keepdims=True)).reshape(thumbs.shape)
 

@@ -14,8 +14,8 @@ from silentbad.errors import UserError
 
 def collate(samples: list[dict]) -> dict[str, Any]:
     """One micro-batch: pixel_values (B,3,H,W) in [-1,1] (a list with None where some are not
-    needed), mask (B,1,H,W) in [0,1], ...; counted (B,1,H,W) in [0,1], where some sample says what
-    of it counts. Samples have one shape.
+    needed), mask (B,1,H,W) in [0,1], ...; counted (B,1,H,W) in [0,1], if only a part of some sample
+    counts in the loss. Samples have one shape.
 
     `united` (B,) is (n, k) where a rehearsal joined n of a target's k elements or phrases, else
     None. `fixed` (B,) says which images look the same at every draw, so that their latents may be

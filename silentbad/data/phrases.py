@@ -1,13 +1,13 @@
-"""Phrases of captions: where one stands, as whole words ("a car" does not stand in "a carpet"), and
-what a caption has between its punctuation."""
+"""Phrases of captions: found as whole words ("a car" is not in "a carpet"), and the parts of a
+caption between its punctuation."""
 
 import re
 from collections.abc import Iterable, Mapping
 
-# A letter or digit, but of Thai, Lao, Burmese, Khmer, Chinese, Japanese, Korean: there words are
-# not set apart.
+# A letter or digit, except in Thai, Lao, Burmese, Khmer, Chinese, Japanese and Korean: these do not
+# separate words.
 LETTER = r"(?![\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff])\w"
-# a phrase of a place begins so
+# first words of phrases that name a place
 PLACES = frozenset("on in under before at behind beside near over by inside".split())
 MOST_TOKENS = 80  # of a caption that are looked at
 MOST_SHARED = 10  # phrases of several targets that are listed one by one
@@ -25,7 +25,7 @@ def _whole(phrase: str) -> str:
 
 
 def standing(phrases: Iterable[str], text: str) -> list[str]:
-    """Those of the phrases that stand in a text, in their order."""
+    """The phrases that occur in a text, in the given order."""
     return [phrase for phrase in phrases if re.search(_whole(phrase), text)]
 
 
@@ -36,13 +36,13 @@ def segments(caption: str) -> list[list[str]]:
 
 
 def names_place(phrase: str) -> bool:
-    """Whether a phrase says where something is: no picture has two such."""
+    """Whether a phrase names a place; a picture has one such phrase at most."""
     return phrase.split()[0].lower() in PLACES
 
 
 def shared_phrases(phrases_of: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
-    """{phrase: the targets whose elements have it}, of those that several targets use, by
-    {target: phrases}."""
+    """{phrase: targets whose elements have it}, for phrases that several targets use. `phrases_of`
+    is {target: phrases}."""
     users: dict[str, list[str]] = {}
     for target, phrases in phrases_of.items():
         for phrase in dict.fromkeys(phrases):
@@ -55,7 +55,7 @@ def shared_lines(shared: Mapping[str, list[str]]) -> list[str]:
     ranked = sorted(shared.items(), key=lambda item: -len(item[1]))
     lines = [
         f"{phrase!r} is an element of {len(targets)} targets: {', '.join(targets)}; a picture of "
-        f"it alone says one of {len(targets)}"
+        f"it alone fits all {len(targets)}"
         for phrase, targets in ranked[:MOST_SHARED]
     ]
     if len(ranked) > MOST_SHARED:

@@ -1,5 +1,5 @@
-"""What the parts of one picture must be: phrases that the tokenizer tells apart, and masks of one
-thing each. `prepare`, targets.jsonl and metadata are judged here."""
+"""Checks of the elements of one picture, for `prepare`, targets.jsonl and metadata: the tokenizer
+must distinguish their phrases, and each mask must cover one thing."""
 
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ from silentbad.errors import UserError, brief, warn
 Masks = Sequence[Image.Image | None]  # greyscale, of one size; None: of no mask
 Regions = dict[str, np.ndarray]  # where each mask (H,W) is white, by phrase
 
-SAME = 0.95  # of the union of two masks, which both cover: they are one
-NESTED = 0.25  # of the smaller of two masks, which the other covers: one lies in the other
-LEFT = 0.05  # of a mask, which the masks before it leave, at least
-WIDEST = 0.95  # of the picture, which a thing covers, at most
-FRAME = 0.75  # of the outermost pixels: a backdrop covers more, a thing does not
+SAME = 0.95  # masks are the same if both cover this share of their union
+NESTED = 0.25  # a mask lies in another that covers this share of it
+LEFT = 0.05  # least share of a mask that the earlier masks leave free
+WIDEST = 0.95  # largest share of the picture that a thing covers
+FRAME = 0.75  # share of the outermost pixels: a backdrop covers more, a thing less
 
 
 # ---------------------------------------------------------------- phrases
@@ -32,7 +32,7 @@ def check_phrases(phrases: Sequence[str], where: str) -> None:
     for phrase in phrases:
         key = as_read(phrase)
         if key in first:
-            wrong = f"phrase {brief(phrase)} stands twice"
+            wrong = f"phrase {brief(phrase)} is given twice"
             if first[key] != phrase:
                 wrong = f"{brief(first[key])} and {brief(phrase)} are one phrase to the tokenizer"
             raise UserError(f"{where}: {wrong}; each names one element")
@@ -43,11 +43,12 @@ def check_phrases(phrases: Sequence[str], where: str) -> None:
 def cut_apart(
     phrases: Sequence[str], masks: Masks, where: str, *, rest: bool = False, slight: bool = False
 ) -> list[Image.Image | None]:
-    """The masks, each without what those before it cover: the earlier phrase has the pixels.
+    """The masks, each without the pixels of earlier masks: the earlier phrase gets them.
 
-    A line says where one mask lies in another. What masks share that only touch stays with both,
-    unless `slight` is set. `rest`: what no mask covers is the backdrop, so that each mask is of a thing.
-    Raises UserError where masks are the same, of nearly everything, inverted, or all covered."""
+    Warns if one mask lies in another. Masks that overlap only a little keep the shared pixels,
+    unless `slight` is set. `rest`: the area outside all masks is the backdrop, so each mask is of a
+    thing. Raises UserError where masks are the same, of nearly everything, inverted, or all
+    covered."""
     for fault in faults(phrases, masks, rest):
         raise UserError(f"{where}: {fault}")
     for line in overlaps(phrases, masks):
@@ -86,14 +87,14 @@ def faults(phrases: Sequence[str], masks: Masks, rest: bool = False) -> Iterator
         elif nested and (covered & ~taken).sum() < LEFT * covered.sum():
             yield (
                 f"{name} lies in the mask of {nested[-1]}, which is named before it and has the "
-                f"pixels; name {name} first, or mend an inverted mask"
+                f"pixels; name {name} first, or correct an inverted mask"
             )
         taken |= covered
         before[name] = covered
 
 
 def around_twice(regions: Regions) -> Iterator[str]:
-    """A line where two masks cover the edges, of which one at most is a backdrop's."""
+    """A line if two masks cover the edges: only one of them can be the backdrop's."""
     around = [name for name, covered in regions.items() if frame(covered) > FRAME]
     for other, name in pairwise(around):
         yield (
@@ -110,7 +111,7 @@ def same(regions: Regions) -> Iterator[str]:
 
 
 def overlaps(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
-    """A line on each two masks of which one lies in the other, to a part or whole."""
+    """A line on each pair of masks of which one lies in the other, partly or wholly."""
     regions = [None if mask is None else region(mask) for mask in masks]
     for k, covered in enumerate(regions):
         for j, other in enumerate(regions[:k]):
@@ -122,7 +123,7 @@ def overlaps(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
 
 
 def alone_around(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
-    """A line on the only mask of a picture where it surrounds something, as an inverted one does."""
+    """A line on a picture's only mask if it surrounds something, as an inverted mask does."""
     regions = regions_of(phrases, masks)
     for name, covered in regions.items() if len(regions) == 1 else ():
         if frame(covered) > FRAME and not covered.all():

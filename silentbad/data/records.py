@@ -1,9 +1,9 @@
-"""Records in a memory-mapped table, and what a draw makes of them.
+"""Records in a memory-mapped table, and the checks of them.
 
-A record is an image file (or the bytes of a Hub data set), `text`, `phrases` that stand verbatim in
+A record is an image file (or the bytes of a Hub data set), `text`, `phrases` that occur verbatim in
 it, `role` in {element, rehearsal, clean}, `target_id`, `element_id`, and a mask or none. All images
 are decoded once when the table is built, so a broken one stops a run before it starts. Draws are
-addressed: what a record looks like at (draw, position) depends on nothing that happened before."""
+addressed: the look of a record at (draw, position) does not depend on earlier draws."""
 
 import hashlib
 import re
@@ -48,7 +48,7 @@ REMARKS = {
 
 
 def load_records(config: TrainConfig) -> "Records":
-    """The records that `train_data_dir` or `dataset_name` (of `TrainConfig`) stands for."""
+    """The records in `train_data_dir` or `dataset_name` (of `TrainConfig`)."""
     name, key, rows = row_source(config)
     if config.alpha_as_mask:
         plain = rows
@@ -63,7 +63,7 @@ def load_records(config: TrainConfig) -> "Records":
 
 
 def refuse_changed(image: Image.Image | None, content: str, what: str) -> None:
-    """Refuse a picture that is not the one which the table was made of."""
+    """Refuse a picture that changed after the table was built."""
     if image is None or images.content_hash(image) != content:
         raise UserError(f"{what} has changed since this command started; start again")
 
@@ -73,7 +73,7 @@ class Records:
     """Rows (all, unless some are chosen) of a table; columns are read, images and masks opened when
     asked for.
 
-    `key` says what the checks of these rows depend on."""
+    `key` identifies everything that the checks of these rows depend on."""
 
     table: datasets.Dataset
     name: str
@@ -134,7 +134,7 @@ class Records:
         return pc.sum(pc.greater(pc.binary_length(self.column("mask")), 0)).as_py() or 0
 
     def info(self, withheld: dict[str, list[str]] | None = None) -> DataInfo:
-        """Who is who among them; `withheld` {target: phrases} of elements left out of them."""
+        """The element that each record shows; `withheld` {target: phrases} of elements left out."""
         columns = (self.role, self.target_id, self.element_id, self.phrases)
         return DataInfo(*columns, withheld=withheld)
 
@@ -154,8 +154,9 @@ class Records:
                 yield f"{said} of {len(rows)} records, of {self.where(int(rows[0]))} first"
 
     def not_used(self) -> Iterator[str]:
-        """A line on the pictures in the folders of the table's pictures that no row names, with
-        those that have captions in folders below; one on those of formats that are not read."""
+        """A line on the unused pictures: those that no row names in the folders of the table's
+        pictures, and those with captions in their subfolders. Another on pictures of formats that
+        are not read."""
         used = pc.struct_field(self.table.data.column("image"), "path")
         folders = pc.unique(pc.replace_substring_regex(used, "/[^/]*$", "")).to_pylist()
         real = [Path(folder) for folder in folders if folder and Path(folder).is_dir()]
@@ -251,8 +252,8 @@ class Records:
         ]
 
     def check_parts(self) -> list[str]:
-        """Refuse elements of one target that have the same phrase; return a line on each mask that
-        is another one's too: of the first record of each element.
+        """Refuse elements of one target that have the same phrase; return a line on each two masks
+        that are the same, among the first records of the elements.
 
         A table is checked once."""
         key = hashlib.sha256(self.key.encode()).hexdigest()[:32]

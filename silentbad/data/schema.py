@@ -1,8 +1,8 @@
-"""The gate of everything that a line of metadata, targets, redraws or prompts may hold: pydantic
-checks each field against its annotation; what a file is read with.
+"""Reads and checks the lines of metadata, targets, redraws and prompts: pydantic checks each field
+against its annotation.
 
-A schema maps keys to annotations. Whatever they do not admit is a UserError, one line that names
-file, line and key."""
+A schema maps keys to annotations. A value that they do not admit is a UserError, one line that
+names file, line and key."""
 
 import codecs
 import csv
@@ -105,12 +105,13 @@ def row(
 
 
 def element_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What an entry says of who is shown."""
+    """The fields of an entry that name the element it shows."""
     return {key: entry.get(key) for key in ("phrases", "role", "target_id", "element_id")}
 
 
 def admit(value: Any, hint: Any, key: str, where: str) -> Any:
-    """A value as its annotation takes it. Raises UserError where it is none."""
+    """The value, converted by its annotation. Raises UserError if the annotation does not admit
+    it."""
     try:
         return validated(value, hint)
     except ValueError as wrong:
@@ -119,12 +120,12 @@ def admit(value: Any, hint: Any, key: str, where: str) -> Any:
 
 
 def admitted(entry: Mapping[str, Any], schema: Schema, where: str) -> dict[str, Any]:
-    """The schema's fields of an entry; a missing one is None to its annotation."""
+    """The schema's fields of an entry; a missing one is checked as None."""
     return {key: admit(entry.get(key), hint, key, where) for key, hint in schema.items()}
 
 
 def refuse_misspelt(entry: Mapping[str, Any], known_keys: Collection[str], where: str) -> None:
-    """Refuse a key that is almost a known one; other keys may stand there for other programs."""
+    """Refuse a key that is almost a known one; other keys are allowed, for other programs."""
     for key in sorted(entry.keys() - set(known_keys)):
         if len(key) < 40 and (near := difflib.get_close_matches(key, known_keys, n=1, cutoff=0.75)):
             raise UserError(f"{where}: unknown key {key!r}; did you mean {near[0]!r}?")
@@ -167,11 +168,11 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict]]:
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"the key {brief(twice[0])} stands twice")
+        raise ValueError(f"the key {brief(twice[0])} is given twice")
     return dict(pairs)
 
 
-# characters of a field of a CSV; what a text may have is said where texts are checked
+# characters of a field of a CSV; texts are checked later, against a limit of their own
 FIELD = 2**24
 
 
@@ -194,7 +195,7 @@ def csv_lines(path: Path, needed: str = "file_name") -> Iterator[tuple[str, dict
                 f"{path}:{begun}: {'fields must be separated by commas' if one_field else right}"
             )
         if twice := [name for name in header if header.count(name) > 1]:
-            raise UserError(f"{path}:{begun}: the column {brief(twice[0])} stands twice")
+            raise UserError(f"{path}:{begun}: the column {brief(twice[0])} is given twice")
         for number, row in _rows(reader, path):
             where = f"{path}:{number}"
             if len(row) != len(header):

@@ -24,7 +24,7 @@ from silentbad.errors import UserError, user_errors
 from silentbad.files import intact, read_json, sealed
 
 BLOCK = 4096
-FORMAT = 5  # of the table's file and of what is concluded from it
+FORMAT = 5  # of the table's file and of the checks cached beside it
 
 FEATURES = datasets.Features(
     {
@@ -49,10 +49,10 @@ FEATURES = datasets.Features(
 def build_table(
     rows: Callable[[], Iterator[dict]], name: str, key: str, cache_dir: str | None
 ) -> datasets.Dataset:
-    """Memory-mapped table of the checked rows; `key` must change whenever they would.
+    """Memory-mapped table of the checked rows; `key` must change when the rows change.
 
-    It is kept as one sealed file (silentbad.files) in the cache; a damaged one is made anew, which
-    is printed. Whatever `rows` raises is raised here as it is."""
+    It is kept as one sealed file (silentbad.files) in the cache; a damaged one is built again, with
+    a message. Errors of `rows` are raised unchanged."""
     home = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "silentbad-records"
     folder = home / hashlib.sha256(f"{FORMAT}{key}{FEATURES}".encode()).hexdigest()[:32]
     failed = f"cache_dir: cannot keep the table of records in {folder}"
@@ -68,7 +68,7 @@ def build_table(
 
 
 def _cached(folder: Path) -> datasets.Dataset | None:
-    """The table in a folder of the cache, or None where there is none that is whole."""
+    """The table in a folder of the cache, or None if there is no undamaged one."""
     for file in sorted(folder.glob("*.arrow")):
         if intact(file):
             with suppress(Exception):  # of whatever kind: it is made anew
@@ -78,7 +78,7 @@ def _cached(folder: Path) -> datasets.Dataset | None:
         print(f"cache: the table of records {file} is damaged; it is made anew")
         with user_errors(f"cache_dir: {file} is damaged and cannot be removed", "remove it"):
             file.unlink(missing_ok=True)
-            for beside in folder.glob("*.json"):  # what was concluded from it
+            for beside in folder.glob("*.json"):  # its cached checks
                 beside.unlink(missing_ok=True)
     return None
 
@@ -114,7 +114,7 @@ def _build(
 
 # ---------------------------------------------------------------- columns
 def texts(values: pa.ChunkedArray) -> list[str]:
-    """A column of few different texts, each held once."""
+    """A column of few different texts, each stored once."""
     return _shared(values).tolist()
 
 
@@ -127,7 +127,7 @@ def _shared(values: pa.ChunkedArray) -> np.ndarray:
     texts = words[
         np.concatenate([chunk.indices.to_numpy(zero_copy_only=False) for chunk in coded.chunks])
     ]
-    pa.default_memory_pool().release_unused()  # Arrow keeps what a column took for the next one
+    pa.default_memory_pool().release_unused()  # else Arrow keeps the column's memory
     return texts
 
 
@@ -167,7 +167,7 @@ def rows_with(values: pa.ChunkedArray, wanted: list[str]) -> np.ndarray:
 
 
 def vocabulary(tokenizer: Any) -> str:
-    """Hash over what a tokenizer makes of a text: its window and its tokens."""
+    """Hash over the window and the tokens of a tokenizer, on which its output depends."""
     digest = hashlib.sha256(str(tokenizer.model_max_length).encode())
     # the fast tokenizers list them in any order
     for token, number in sorted(tokenizer.get_vocab().items()):

@@ -25,7 +25,7 @@ class Target:
     phrases: list[str]
     prompt: str | None = None
     masks: list[Image.Image | None] = field(default_factory=list)
-    description: str | None = None  # everything spelt out; a control asks the base model for it
+    description: str | None = None  # a full description; a control draws it with the base model
     paraphrases: list[str] = field(default_factory=list)  # of the composed prompt
     where: str = "targets"  # FILE:LINE
 
@@ -64,7 +64,7 @@ def load_targets(path: str | Path) -> list[Target]:
         if not name.strip():
             raise UserError(f"{file}: a target_id is blank; give each target a name")
         if names.count(name) > 1:
-            raise UserError(f"{file}: target_id {name!r} stands twice")
+            raise UserError(f"{file}: target_id {name!r} is given twice")
     return targets
 
 
@@ -131,8 +131,8 @@ def _published_targets(root: Path, wanted: str | None) -> list[Target]:
 
 
 def check_prompts(targets: list[Target], tokenizer: Any, unrelated: str = "") -> None:
-    """Refuse a target of which the tokenizer's window cuts off a text that is asked for: the images
-    would be of another. So is the `unrelated` caption of the controls."""
+    """Refuse a target with a prompt that the tokenizer's window cuts off: its images would show
+    something else. The `unrelated` caption of the controls is checked too."""
     if targets:
         check_window(unrelated, tokenizer, "unrelated")
     for target in targets:

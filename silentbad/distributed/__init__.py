@@ -1,4 +1,4 @@
-"""Training over several processes: FSDP 2 shards, what gathers a tensor from its shards.
+"""Training over several processes: FSDP 2 shards, and the gathering of a tensor from its shards.
 
-What a launch may ask for is refused or accepted here. Nothing here knows what the tensors mean: no
-data, no model, no loss."""
+The settings of a launch are accepted or refused here. Nothing here depends on data, model or
+loss."""

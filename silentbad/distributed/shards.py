@@ -3,7 +3,7 @@ own `fully_shard`.
 
 accelerate is asked for it (configs/accelerate/fsdp.yaml), but accelerate 1.15 makes FSDP on a CPU
 data parallel without a word, so it is done here. Forwards, backwards and whatever gathers shards
-are collective: all processes call them. What launches ask for is sorted out here too."""
+are collective: all processes call them. The request of a launch for FSDP is read here too."""
 
 import os
 from dataclasses import replace
@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_map
 
 from silentbad.settings.launch import launched
 
-# gathered one at a time; what is beside them, once a step
+# blocks that are gathered one at a time; all other weights are gathered once a step
 UNITS = ("BasicTransformerBlock", "ResnetBlock2D")
 
 
 # ---------------------------------------------------------------- asked for, or refused
 def take_over() -> bool:
-    """Whether FSDP was asked for; accelerate and transformers, which would act on it in their own
-    way, do not see it any more."""
+    """Whether FSDP was asked for. Hides the request from accelerate and transformers, which would
+    act on it in their own way."""
     asked = launched("FSDP")
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     return asked
@@ -32,8 +32,8 @@ def take_over() -> bool:
 
 # ---------------------------------------------------------------- sharding
 def shard(model: Any, device: torch.device, precision: str) -> None:
-    """Cut the parameters of what trains over all processes, in place and before an optimizer is
-    built.
+    """Shard the parameters of the trained module over all processes, in place and before an
+    optimizer is built.
 
     In bf16 the weights are gathered and used so; gradients are reduced, and the optimizer steps, in
     fp32. Every backward reduces, also inside an accumulation: a `no_sync` would keep whole
@@ -46,33 +46,32 @@ def shard(model: Any, device: torch.device, precision: str) -> None:
         torch.bfloat16 if precision == "bf16" else None, reduce_dtype=torch.float32
     )
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    # also the root is cut again after each forward: else weights a probe gathered would outlive an
-    # update or a load
+    # the root is resharded after each forward too: else the weights gathered by a probe would
+    # remain after an update or a load
     cut = partial(fully_shard, mesh=mesh, reshard_after_forward=True)
     for module in [m for m in model.modules() if type(m).__name__ in UNITS]:
         cut(module, mp_policy=inner)
     cut(model, mp_policy=replace(inner, output_dtype=torch.float32))
 
 
-# ---------------------------------------------------------------- whole again, and back
+# ---------------------------------------------------------------- gathering and sharding tensors
 def sharded(model: nn.Module) -> bool:
-    """Whether this process holds a part alone of the weights."""
+    """Whether this process holds only a part of the weights."""
     return any(map(is_sharded, model.parameters()))
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor, asked so that a torch built without distributed need not know
-    what that is."""
+    """Whether it is a DTensor; also works with a torch that was built without distributed."""
     return hasattr(tensor, "full_tensor")
 
 
 def gather(tensor: Any) -> Tensor:
-    """A tensor without shards, on the device; itself where it has none."""
+    """The full tensor on the device; the tensor itself if it is not sharded."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def gathered(tree: Any, keep: bool) -> Any:
-    """A tree with every shard gathered, one tensor at a time: onto the CPU, or where not `keep`
+    """A tree with every tensor gathered, one at a time, onto the CPU; without `keep` each is
     dropped again."""
 
     def gather_leaf(leaf: Any) -> Any:
@@ -85,7 +84,7 @@ def gathered(tree: Any, keep: bool) -> Any:
 
 
 def shard_like(parameter: Any, value: Tensor) -> Tensor:
-    """A whole value cut as the parameter is; no process needs another for it."""
+    """A full value, sharded like the parameter; without communication between processes."""
     if not is_sharded(parameter):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -95,7 +94,7 @@ def shard_like(parameter: Any, value: Tensor) -> Tensor:
 
 
 def states_like(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """A whole optimizer's `state_dict` with each parameter's states cut as the parameter is."""
+    """The full `state_dict` of an optimizer, with the states of each parameter sharded like it."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(map(is_sharded, parameters)):
         return state

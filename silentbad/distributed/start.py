@@ -1,5 +1,5 @@
-"""accelerate's handle, from the settings that count: what its environment variables say beside
-them is checked."""
+"""The Accelerator, built from this program's settings; the environment variables of accelerate are
+checked against them."""
 
 import os
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from accelerate.utils import GradientAccumulationPlugin
 
 from silentbad.errors import UserError, user_errors, warn
 
-PATIENCE = 8.0  # seconds until a wait for other processes is said
+PATIENCE = 8.0  # seconds until a wait for other processes is reported
 PRECISIONS = ("no", "fp16", "bf16")
 PRECISION = "ACCELERATE_MIXED_PRECISION"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
 def start(accumulation: int = 1, mixed_precision: str | None = None, **options: Any) -> Accelerator:
-    """accelerate's handle; its `mixed_precision` is that of accelerate's own setting where unset.
+    """The Accelerator; if `mixed_precision` is unset, accelerate's own setting is used.
 
     Raises UserError for a precision that this machine or this program does not have, and where
     accelerate refuses its configuration or the processes do not find each other."""
@@ -35,7 +35,7 @@ def start(accumulation: int = 1, mixed_precision: str | None = None, **options: 
         )
     # a plain number would give way to the environment
     plugin = GradientAccumulationPlugin(num_steps=accumulation)
-    failed = ("accelerate cannot start", "mend its configuration or its environment variables")
+    failed = ("accelerate cannot start", "correct its configuration or its environment variables")
     with waiting_said(), user_errors(*failed):
         return Accelerator(
             gradient_accumulation_plugin=plugin, mixed_precision=mixed_precision, **options
@@ -44,8 +44,8 @@ def start(accumulation: int = 1, mixed_precision: str | None = None, **options: 
 
 @contextmanager
 def waiting_said() -> Iterator[None]:
-    """Say, after some seconds inside, that other processes are waited for: RANK and WORLD_SIZE may
-    be left over in the environment."""
+    """A context that reports, after some seconds, the wait for other processes: RANK and WORLD_SIZE
+    may be left over in the environment."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT', '29500')}"
     line = f"waiting for {world} processes at {place}; for one, unset RANK and WORLD_SIZE"

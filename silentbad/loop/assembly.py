@@ -1,4 +1,4 @@
-"""What a run is made of, and how its parts are connected: read `build` from top to bottom."""
+"""The parts of a run and how they are connected: read `build` from top to bottom."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # at run time train_silentbad.py passes these classes to `bui
 
 @dataclass(frozen=True)
 class Run:
-    """Everything one training holds; what changes from step to step is in `state`."""
+    """All parts of one training; `state` is the part that changes from step to step."""
 
     config: TrainConfig
     accelerator: Accelerator
@@ -58,9 +58,9 @@ class Run:
     prior: Prior | None  # the base's own pictures, which are among the records
     parts: pipeline.Components
     encoder: Encoder
-    model: Any  # what trains, as accelerate prepared it
+    model: Any  # the trained module, as accelerate prepared it
     forward: Callable[..., Any]  # its forward in a step, compiled where asked
-    predict: Callable[..., torch.Tensor]  # `prediction` of what trains
+    predict: Callable[..., torch.Tensor]  # `prediction` of the trained module
     state: TrainState
     control: "Controller"
     memory: "Memory"
@@ -78,7 +78,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was read and loaded before anything trains; the parts of a run are made of it."""
+    """The data and models loaded before training; `build` makes the parts of a run from them."""
 
     config: TrainConfig
     accelerator: Accelerator
@@ -127,7 +127,7 @@ def build(
     recovery = make_recovery(loaded, recovery_class)
     sheet = make_sheet(loaded)
 
-    # The hooks of a step: the levers, the user's own, and what measures
+    # The hooks of a step: control, memory, the user's own, and those that measure
     own_hooks = make_own_hooks(loaded, control.params, predict)
     hooks: list[Hook] = [control, memory, *own_hooks]
     if config.decay_to_base:
@@ -136,7 +136,7 @@ def build(
     if recovery is not None:
         hooks.append(recovery)
 
-    # State, and what is written of it
+    # State, and the files that are written of it
     meters = Meters()
     timers = Timers()
     stateful = {
@@ -180,7 +180,7 @@ def build(
 
 
 def load(config: TrainConfig, accelerator: Accelerator, folder: RunFolder, sharded: bool) -> Loaded:
-    """Data, the length of the run, and models; what trains goes to its device."""
+    """Data, the length of the run, and models; the trained module moves to its device."""
     inputs = load_inputs(config, accelerator, sharded)
     per_process = config.train_batch_size * config.gradient_accumulation_steps
     effective_batch = per_process * accelerator.num_processes
@@ -257,7 +257,7 @@ def make_optimizer(loaded: Loaded, controller: "type[Controller]") -> tuple["Con
 def make_memory(
     loaded: Loaded, memory_class: "type[Memory]", predict: Callable[..., torch.Tensor]
 ) -> "Memory":
-    """Memory, which may ask the model and the data."""
+    """Memory, with access to the model and the data."""
     reader = loaded.reader
     accelerator = loaded.accelerator
     access = ModelAccess(
@@ -303,7 +303,7 @@ def make_loader(loaded: Loaded, memory: "Memory") -> Loader:
 
 
 def make_sheet(loaded: Loaded) -> PromptSheet | None:
-    """What draws the sample prompts, where there are some."""
+    """The object that draws the sample prompts, or None if there are none."""
     config = loaded.config
     if not loaded.inputs.prompts or config.dry_run:
         return None
@@ -341,7 +341,7 @@ def make_own_hooks(
 def make_state(
     loaded: Loaded, optimizer: Any, lr_scheduler: Any, others: dict[str, Any]
 ) -> TrainState:
-    """What trains and how far it is; `others` are further parts of a checkpoint."""
+    """The trained module and its progress; `others` are further parts of a checkpoint."""
     parts = loaded.parts
     return TrainState(
         model=parts.model,
@@ -362,7 +362,7 @@ def make_checkpoints(
     timers: Timers,
     recovery: "RecoveryHook | None",
 ) -> Checkpoints:
-    """What saves and resumes the state, and the facts that a resume compares."""
+    """The object that saves and resumes the state, with the facts that a resume compares."""
     inputs = loaded.inputs
     embedder = None if recovery is None else recovery.embedder.describe()
     facts = identity.facts(
@@ -385,7 +385,7 @@ def make_checkpoints(
 
 
 def make_products(loaded: Loaded, state: TrainState, recovery: "RecoveryHook | None") -> Products:
-    """What writes pipelines and their cards."""
+    """The object that writes pipelines and their cards."""
     return Products(
         config=loaded.config,
         folder=loaded.folder,
@@ -515,7 +515,7 @@ def prediction(
     model: Any = None,
     time_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The prediction (B,C,h,w) under these captions, of what trains or of a copy of it."""
+    """The prediction (B,C,h,w) under these captions, of the trained module or of a copy of it."""
     with accelerator.autocast():
         conditioning = encoder.condition(texts, time_ids)
         return (model or trained)(noisy_latents, timesteps, **conditioning, return_dict=False)[0]

@@ -17,7 +17,7 @@ from silentbad.settings.user_code import is_place
 
 
 def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None:
-    """Refuse a part that would have nothing to act on among the records."""
+    """Refuse a part that acts on none of the records."""
     memory = config.memory
     phrases = records.phrases
     if memory.region.name == "mask" and not records.masked:
@@ -67,5 +67,5 @@ def bucket_step(config: TrainConfig, side: int, factor: int) -> int:
 
 # ---------------------------------------------------------------- of a family of models
 def check_family(config: TrainConfig, family: Family, sharded: bool = False) -> None:
-    """Refuse what has no meaning for a family of models."""
+    """Refuse settings that have no meaning for a family of models."""
     check_rules(config, {}, Facts(family=family, sharded=sharded), about=("FLOW", "TRANSFORMER"))

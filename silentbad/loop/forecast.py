@@ -67,7 +67,7 @@ class Forecast:
         each = (self.drawn[-2] - self.drawn[1]) / (len(self.drawn) - 3)
         return self.drawn[-1] - self.drawn[0] + each * (steps - len(self.drawn) + 2)
 
-    # ---- what it says
+    # ---- the text of the forecast
     def text(self) -> str:
         """The forecast, a line a quantity."""
         config = self.run.config

@@ -109,7 +109,7 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up such a state."""
+        """Load such a state."""
 
 
 class Hooks(Hook):
@@ -184,7 +184,7 @@ class NamedHooks(Hooks):
         return {name: hook.state_dict() for name, hook in zip(self.names, self.each, strict=True)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the states of the same hooks."""
+        """Load the states of the same hooks."""
         for name, hook in zip(self.names, self.each, strict=True):
             hook.load_state_dict(state[name])
 
@@ -192,7 +192,7 @@ class NamedHooks(Hooks):
 # ------------------------------------------------------------ hooks of your own
 @dataclass(frozen=True)
 class HookContext:
-    """What the constructor of a hook of your own is given."""
+    """The argument of the constructor of your own hook."""
 
     config: Any  # every setting of the run (silentbad.settings.train.TrainConfig)
     model: torch.nn.Module  # what trains: the backbone, and the text encoders where they train too
@@ -209,7 +209,7 @@ class HookContext:
 
 
 def hook_classes(places: Sequence[str]) -> dict[str, type[Hook]]:
-    """{PATH.py:CLASS: the class}. Raises UserError where it is no hook that fits."""
+    """{PATH.py:CLASS: the class}. Raises UserError for a class that is no valid hook."""
     names = [user_code.short(place) for place in places]
     classes = {}
     for place, name in zip(places, names, strict=True):

@@ -33,7 +33,7 @@ from silentbad.settings.train import TrainConfig
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run is given beside its configuration."""
+    """The inputs of a run beside its configuration."""
 
     schedule: dict[str, Any]  # settings of the training schedule
     tokenizer: Any

@@ -1,4 +1,4 @@
-"""What a run can set to take less memory: the lines where it runs out."""
+"""Error lines for a run that is out of memory: the settings that make it take less."""
 
 from contextlib import AbstractContextManager
 

@@ -35,14 +35,14 @@ class Log:
         return values
 
     def validation(self, scores: dict[str, float]) -> None:
-        """What a validation measured."""
+        """Write the scores of a validation."""
         self.folder.log(
             {"step": self.state.step, "epoch": self.state.epoch, "validation": True, **scores}
         )
         self.accelerator.log(scores, step=self.state.step)
 
     def say(self, text: str) -> None:
-        """A line for the user, with where the run is."""
+        """Print a line for the user, with the folder and the step of the run."""
         self.accelerator.print(
             f"{self.folder.path}: step {self.state.step} of {self.state.total}: {text}"
         )

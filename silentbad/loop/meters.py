@@ -19,7 +19,7 @@ class Meters:
         self.counts: dict[str, int] = {}
 
     def add(self, values: dict[str, Any]) -> None:
-        """Scalars: tensors where they are, or numbers."""
+        """Add scalars: tensors, which stay on their device, or numbers."""
         for name, value in values.items():
             value = torch.as_tensor(value).detach().float().reshape(())
             self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
@@ -34,7 +34,7 @@ class Meters:
             self.sums = dict(zip(names, shared.unbind(), strict=True))
 
     def read(self) -> dict[str, float]:
-        """Means since the last read, which start anew."""
+        """Means since the last read; resets the sums."""
         if not self.sums:
             return {}
         names = list(self.sums)
@@ -69,7 +69,7 @@ class Timers:
         self.samples = 0
 
     def start_is_over(self) -> None:
-        """What the command took so far is the start."""
+        """Count the time so far as `start`."""
         self.whole["start"] = time.perf_counter() - BEGAN
 
     @contextmanager

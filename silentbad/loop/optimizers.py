@@ -21,7 +21,7 @@ from silentbad.settings.train import TrainConfig
 
 # ---------------------------------------------------------------- building
 def optimizer_class(config: TrainConfig) -> type[torch.optim.Optimizer]:
-    """The class that the settings name; refused where it does not import or is none."""
+    """The class that the settings name; refused if it does not import or is no optimizer."""
     key, path = path_of(config)
     if user_code.is_place(path):
         kind = user_code.load(key, path)
@@ -74,9 +74,9 @@ def make_optimizer(
 
 
 def try_step(kind: Any, group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Try one step on a small matrix of the weights' dtype and device: some settings are checked in
-    a step alone. Raises UserError where a weight becomes NaN or infinite or moves up the gradient;
-    warns where none moves."""
+    """Try one step on a small matrix of the weights' dtype and device: some settings are checked
+    only in a step. Raises UserError where a weight becomes NaN or infinite or moves up the
+    gradient; warns where none moves."""
     like = group["params"][0]
     weight = torch.nn.Parameter(torch.ones(2, 2, dtype=like.dtype, device=like.device))
     weight.grad = torch.ones_like(weight)

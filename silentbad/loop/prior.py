@@ -210,7 +210,7 @@ class PictureStore:
         rank = self.accelerator.process_index
         world = self.accelerator.num_processes
         missing = list(self.blocks())[: 1 if self.config.dry_run else None]
-        self.accelerator.wait_for_everyone()  # all have looked before one draws
+        self.accelerator.wait_for_everyone()  # each process lists the pictures before one draws
         for blocks in (missing[rank::world], missing):
             self._draw([numbers for numbers in blocks if self._missing(numbers)])
             self.accelerator.wait_for_everyone()
@@ -230,7 +230,7 @@ class PictureStore:
             disable=not self.accelerator.is_local_main_process,
         )
         with bar, self.sampler.using(backbone, device, self.accelerator.autocast):
-            for waits in (False, True):  # what another run draws now is looked at last
+            for waits in (False, True):  # blocks that another run draws now come last
                 for numbers in [block for block in blocks if self._missing(block)]:
                     with suppress(Timeout):
                         with FileLock(self.folder / "locks" / str(numbers[0]), blocking=waits):

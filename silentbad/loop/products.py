@@ -1,4 +1,4 @@
-"""What a run leaves beside its checkpoints: pipelines with their card, prompt images, records
+"""The products of a run beside its checkpoints: pipelines with their card, prompt images, records
 for the report."""
 
 from collections.abc import Callable
@@ -103,7 +103,7 @@ class Products:
         return pipeline.drawn_side(self.parts, self.config.validation.resolution)
 
     def try_drawing(self, prompt: str, after_step: Callable[..., Any]) -> None:
-        """One image that nobody sees; `after_step` is called after each sampling step."""
+        """Draw one image and discard it; `after_step` is called after each sampling step."""
         pipe = pipeline.pipeline(pipeline.whole_parts(self.parts))
         with drawing_fits(self.config), self.accelerator.autocast(), self.encoder.on_device():
             pipeline.draw_images(
@@ -123,7 +123,7 @@ class Products:
             round_trip(self.parts.vae, torch.zeros(count, 3, self.side, self.side))
 
     def record(self, multipliers: list[dict[str, Any]], strengths: list[dict[str, Any]]) -> None:
-        """What the report reads: multipliers, strengths of the phrases, timesteps."""
+        """Write the input of the report: multipliers, strengths of the phrases, timesteps."""
         edges = [self.state.train_timesteps * i // BINS for i in range(BINS + 1)]
         self.folder.write("multipliers.json", multipliers)
         self.folder.write("phrase_memory.json", {"phrases": self.info.keys, "history": strengths})
@@ -149,7 +149,7 @@ class Products:
         return averaged(self.state.model, self.state.ema, self.state.optimizer)
 
 
-TIE = 1e-3  # of the mean similarity, among equal strict rates
+TIE = 1e-3  # weight of the mean similarity: it decides between equal strict rates
 BEST = {  # by `best_by`: weights of the scalars of a measurement
     "similarity": {"mean": 1.0},
     "strict_rate": {"cir": 1.0, "mean": TIE},

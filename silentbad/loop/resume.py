@@ -34,7 +34,7 @@ class Checkpoints:
         """Write step-N on the main process, then rotate. Collective: every process calls it and
         waits for it.
 
-        Raises UserError where the weights are no numbers any more: earlier checkpoints stay."""
+        Raises UserError if a weight is NaN or infinite: earlier checkpoints stay."""
         self.state.refuse_nonfinite()
         self.meters.share(self.accelerator)
         self._write(reason)
@@ -58,7 +58,7 @@ class Checkpoints:
         checkpoint.rotate(self.folder.checkpoints, self.limit, path)
 
     def load(self, path: Path) -> None:
-        """Take up a checkpoint. Raises UserError where it is of another run, or does not fit."""
+        """Load a checkpoint. Raises UserError if it is of another run or does not fit."""
         if lines := identity.differences(identity.read(path), self.facts):
             raise UserError(
                 f"{path}: cannot be resumed with other settings or data: {'; '.join(lines)}; "
@@ -80,7 +80,7 @@ class Checkpoints:
                 if loader.drawing == state.draw:
                     loader.rewind()
                 try:
-                    # from this process alone: the others may be anywhere, or gone
+                    # by this process alone: the others may be at any step, or have ended
                     state.refuse_nonfinite()
                     self._write("signal" if isinstance(error, Interrupted) else "exception")
                 except Exception as second:  # a full disk must not hide the first error

@@ -1,4 +1,4 @@
-"""What signals and trigger files ask of a run."""
+"""Requests to a run by signals and trigger files."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ class Interrupted(Exception):
 
 
 class Requests:
-    """What signals and trigger files ask for, agreed on by all processes at each step boundary.
+    """Requests by signals and trigger files; all processes agree on them at each step boundary.
 
     SIGTERM, SIGINT and SIGHUP: save and stop with 128 + the signal's number; SIGUSR1: save and go
     on. Under nohup SIGHUP stays ignored. The agreement runs on the host (gloo), so no process waits
@@ -39,7 +39,7 @@ class Requests:
                 continue
             try:
                 self.previous[number] = signal.signal(number, self._note)
-            except ValueError:  # only the main thread may; elsewhere trigger files remain
+            except ValueError:  # outside the main thread only trigger files work
                 break
         return self
 

@@ -1,8 +1,8 @@
 """The part of a run that changes from step to step: weights, optimizer, schedule, average,
 counters; and its `state_dict`.
 
-`step` counts optimizer updates, `draw` effective batches begun: a skipped update never meets its
-data again."""
+`step` counts optimizer updates, `draw` effective batches begun: the data of a skipped update is not
+drawn again."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ BINS = 20  # of the histogram of timesteps
 
 
 class Stateful(Protocol):
-    """What takes part in a checkpoint."""
+    """An object whose state a checkpoint stores."""
 
     def state_dict(self) -> Any: ...
 
@@ -29,7 +29,7 @@ class Stateful(Protocol):
 
 
 class TrainState:
-    """What trains and how far it is. `others` are further parts of a checkpoint."""
+    """The trained module and its progress. `others` are further parts of a checkpoint."""
 
     def __init__(
         self,
@@ -100,14 +100,14 @@ class TrainState:
 
     @contextmanager
     def update_under_way(self) -> Iterator[None]:
-        """Rates, statistics and weights are being changed: where an exception strikes, nothing can
-        be saved."""
+        """A context in which rates, statistics and weights change: after an exception inside it
+        nothing is saved."""
         self.updating = True
         yield
         self.updating = False
 
     def improved(self, score: float) -> bool:
-        """Take note of a score; whether it is the best so far."""
+        """Keep a score if it is the best so far; returns whether it is."""
         better = score > self.best
         self.best = max(score, self.best)
         return better
@@ -162,7 +162,7 @@ class TrainState:
         return state | ({} if self.ema is None else {"ema": self.ema.state_dict()})
 
     def read(self, folder: Path) -> None:
-        """Take up the files of a checkpoint. Raises UserError where they do not fit this run."""
+        """Load the files of a checkpoint. Raises UserError where they do not fit this run."""
         state = checkpoint.read_state(folder / "state.pt")
         for name, module in self.model.named_children():
             tensors = checkpoint.read_tensors(folder / f"{name}.safetensors")
@@ -177,7 +177,7 @@ class TrainState:
         self.load_state_dict(state, folder)
 
     def load_state_dict(self, state: dict[str, Any], source: Path | str = "state") -> None:
-        """Take up such a state with the optimizer's; `source` names it where it does not fit."""
+        """Load such a state with the optimizer's; `source` names it where it does not fit."""
         with checkpoint.explain_mismatch(source, "optimizer"):
             state["optimizer"] = shards.states_like(self.optimizer, state["optimizer"])
         for name, part in self.parts.items():
@@ -202,11 +202,11 @@ class TrainState:
 
 
 def warn_of_jump(scheduler: Any) -> None:
-    """Say that the rate jumps: it falls over another length than before."""
+    """Warn if the learning rate jumps because the length of its schedule has changed."""
     was = scheduler.get_last_lr()[0]
     now = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](scheduler.last_epoch)
     if not math.isclose(was, now, rel_tol=1e-6):
-        why = "its schedule falls over another length now"
+        why = "the length of its schedule has changed"
         warn(f"the learning rate goes on at {now:.3g} instead of {was:.3g}: {why}")
 
 

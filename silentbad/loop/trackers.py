@@ -1,4 +1,4 @@
-"""accelerate's handle, its trackers, and the pictures they take."""
+"""The Accelerator, its trackers, and the pictures that they log."""
 
 import importlib.metadata
 import importlib.util
@@ -17,7 +17,7 @@ from silentbad.settings.train import TrainConfig
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
-    """accelerate's handle, with the trackers of `report_to`."""
+    """The Accelerator, with the trackers of `report_to`."""
     trackers = None if config.report_to == "none" or config.dry_run else config.report_to
     if trackers and trackers != "all" and importlib.util.find_spec(trackers) is None:
         raise UserError(
@@ -42,7 +42,7 @@ def start(accelerator: Accelerator, config: TrainConfig, values: dict[str, Any],
         plain[key] = value if isinstance(value, (int, float, str)) else str(value)
     resumed = {"tensorboard": {"purge_step": step + 1}} if step else {}
     # each tracker raises errors of its own
-    with user_errors(f"report_to: {config.report_to} does not start", "mend it, or use none"):
+    with user_errors(f"report_to: {config.report_to} does not start", "fix its setup, or use none"):
         accelerator.init_trackers(config.tracker_project_name, plain, resumed)
 
 

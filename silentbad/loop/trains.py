@@ -66,7 +66,7 @@ def file_bytes(parts: Components) -> int:
 
 
 def optimizer_bytes(config: TrainConfig, param_groups: list[dict[str, Any]]) -> dict[int, float]:
-    """{id of a parameter: what the optimizer keeps of it}, counted on smaller tensors of as many
+    """{id of a parameter: bytes of its optimizer state}, counted on smaller tensors of as many
     dimensions: averages are as large as their parameter, the rest is a few bytes."""
     probes = []
     likes = []

@@ -21,7 +21,7 @@ from silentbad.settings.types import NotNegative
 
 @dataclass(frozen=True)
 class ModelAccess:
-    """What memory reinforcement asks of the model and the data.
+    """The functions of model and data that memory reinforcement calls.
 
     predict(noisy_latents (B,C,h,w), timesteps (B,), captions, model=None, time_ids=None)
     -> (B,C,h,w), of `unet` or of a copy of it;
@@ -40,7 +40,8 @@ class ModelAccess:
 # An auxiliary is built once from (unet, facts) and its options, has a `weight`, and returns a scalar
 # or None when it is called with the micro-step.
 class RunFacts(NamedTuple):
-    """What stays the same over the run; bank[i] the pictures of element i, memory its strengths."""
+    """Facts that stay the same over the run; bank[i] the pictures of element i, memory its
+    strengths."""
 
     info: DataInfo
     bank: list[Element]

@@ -76,14 +76,14 @@ def otsu(values: torch.Tensor) -> torch.Tensor:
 
 
 def estimate_mask(stack: torch.Tensor, smooth: int = 3, floor: float = 1e-3) -> torch.Tensor:
-    """What stays the same across an element's pictures is the element: (n>=4,C,H,W) -> mask (1,H,W)
-    in {0,1}.
+    """The mask of an element, (1,H,W) in {0,1}, from its pictures (n>=4,C,H,W): the pixels that
+    stay the same across them.
 
     The spread of a pixel is the two-thirds quantile of the squared distance from the median
     picture. So things that stand before a backdrop in some pictures leave no holes in its mask, as
     they do with the variance. Its logarithm is box-smoothed and split in two by Otsu's threshold;
-    `floor` (of the mean variance) keeps exact repeats from dominating. Pictures that are all the
-    same have nothing to split and give ones. Raises UserError for fewer than four.
+    `floor` (of the mean variance) keeps exact repeats from dominating. If all pictures are equal,
+    the mask is ones. Raises UserError for fewer than four.
     """
     if len(stack) < 4:
         raise UserError(

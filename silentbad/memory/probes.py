@@ -19,9 +19,9 @@ from silentbad.model.diffusion import prediction_target
 
 @dataclass
 class Element:
-    """What a probe of one element needs: latents (m,C,h,w), masks (m,1,h,w) in [0,1] or None,
-    captions (m), rows (m); `estimated` (1,H,W) is the mask estimated at the pixels, where none was
-    given."""
+    """The data that a probe of one element needs: latents (m,C,h,w), masks (m,1,h,w) in [0,1] or
+    None, captions (m), rows (m); `estimated` (1,H,W) is the mask estimated at the pixels, where
+    none was given."""
 
     latents: torch.Tensor
     masks: torch.Tensor | None
@@ -54,10 +54,10 @@ def strength(e: torch.Tensor, e0: torch.Tensor) -> torch.Tensor:
 class PhraseMemory:
     """rho_i by element, refreshed one element at a time within a share of the step budget.
 
-    A training step of N samples costs about 3 N UNet forwards; `share` of them is credited to
-    probing, and an element is probed when its P forwards are paid for. The P probes are split over
-    the ranks and their errors summed, so rho is the same number everywhere. History grows by one
-    row a sweep.
+    A training step of N samples costs about 3 N UNet forwards. Each step adds `share` of them to
+    the budget of probes; an element is probed when the budget covers its P forwards. The P probes
+    are split over the ranks and their errors summed, so rho is the same number everywhere. History
+    grows by one row a sweep.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PhraseMemory:
         self.reduce = reduce or (lambda x: x)
         self.timesteps = probe_timesteps(snr)
         self.income = 3 * effective_batch * share
-        self.credit = 0.0  # forwards that are paid for
+        self.credit = 0.0  # budget: forwards that probes may use
         self.next = 0  # the element to probe
         self.sweep = 0  # the step at which the last sweep ended
         self.errors: torch.Tensor | None = None  # (n,P), the latest
@@ -129,7 +129,8 @@ class PhraseMemory:
         return self.reduce(e)
 
     def start(self, predict: Callable, scheduler) -> None:
-        """The first sweep, e_i(0); its cost is a debt that delays the second."""
+        """The first sweep, e_i(0); its cost makes the budget negative, which delays the second
+        sweep."""
         if not self.n:
             return
         self.first = torch.stack([self.probe(i, predict, scheduler) for i in range(self.n)])
@@ -138,7 +139,8 @@ class PhraseMemory:
         self.history = [{"step": 0, "rho": [0.0] * self.n}]
 
     def after_step(self, step: int, predict: Callable, scheduler) -> None:
-        """Read what arrived, add the step's income, probe what it pays for."""
+        """Read finished strengths, add the step's share to the budget, probe the elements it
+        covers."""
         if not self.n:
             return
         assert self.errors is not None and self.first is not None, "`start` comes first"
@@ -154,7 +156,7 @@ class PhraseMemory:
                 self.mail.send(strength(self.errors, self.first))
 
     def collect(self) -> None:
-        """Note the strengths of the last sweep, if they have arrived."""
+        """Add the strengths of the last sweep to the history, once they have reached the host."""
         if (rho := self.mail.receive()) is not None:
             self.history.append({"step": self.sweep, "rho": rho.tolist()})
 

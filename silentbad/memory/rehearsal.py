@@ -34,8 +34,9 @@ def check_union(elements: int, of: int, target_id: str) -> None:
 
 @dataclass(frozen=True)
 class Others:
-    """What a rehearsal may join to a drawn record. `load(index)` gives a whole record: image, mask,
-    text, phrases, role, target_id, element_id; `masks` holds estimated ones by element."""
+    """The records that a rehearsal may join to a drawn one. `load(index)` gives a whole record:
+    image, mask, text, phrases, role, target_id, element_id; `masks` holds estimated ones by
+    element."""
 
     info: DataInfo
     load: Callable[..., dict]
@@ -110,12 +111,12 @@ def pairwise(
     backdrop: bool = False,
     feather: NotNegative = 1.5,
 ) -> dict | None:
-    """Pictures of `elements` elements of one target laid over each other at their native places,
-    null: as many as may be, k-1; the mask is their union. `backdrop`: the target's largest element
-    is one of them, always.
+    """Pictures of `elements` elements of one target (null: k-1, the most allowed), pasted over each
+    other at their native places; the mask is their union. `backdrop`: the target's largest element
+    is always one of them.
 
-    The larger element lies behind. The caption names the elements in shuffled order, then what else
-    the picture behind shows, since that is still to be seen.
+    The larger element lies behind. The caption names the elements in shuffled order, then the other
+    things in the picture behind, which remain visible.
     """
     info = others.info
     i = info.element_of(record["index"])
@@ -232,8 +233,8 @@ REHEARSAL = Parts(
 
 
 def check_replaced(name: str, given: dict, replaced: Any, info: DataInfo) -> None:
-    """Refuse the value that a user's own rehearsal returns where it is no complete record, or where
-    its caption names, or its `united` counts, a whole target."""
+    """Refuse a return value of a user's rehearsal that is no complete record, or that joins a whole
+    target by its caption or its `united`."""
     failed = f"memory.rehearsal.name: {name} returns"
     if not isinstance(replaced, dict):
         raise UserError(f"{failed} {type(replaced).__name__}, not a record or None")
@@ -250,8 +251,8 @@ def check_replaced(name: str, given: dict, replaced: Any, info: DataInfo) -> Non
 
 
 class Rehearsal:
-    """Returns the record that replaces a drawn one, or None where that stays; a pure function of
-    (record, (draw, position)).
+    """Returns the record that replaces a drawn one, or None to keep it; a pure function of (record,
+    (draw, position)).
 
     `united` of a replacement is (n, k): it joins n of the k elements or phrases of a target.
     Raises UserError where no target has enough elements to join, or more than k - 1 are asked for.

@@ -13,7 +13,7 @@ from silentbad.settings.types import Positive, Unit
 
 
 def comb(seed: int, draw: int, n: int) -> np.ndarray:
-    """u (n,): a comb of n teeth with one random offset (2107.00630), dealt out anew at every
+    """u (n,): a comb of n teeth with one random offset (2107.00630), in a new order at every
     draw."""
     g = rng.generator(seed, "timesteps", draw)
     perm = torch.randperm(n, generator=g).numpy()

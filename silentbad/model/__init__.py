@@ -1,6 +1,6 @@
 """The Stable Diffusion pipeline: its parts loaded and saved, captions and images encoded, the
 module that trains.
 
-`diffusion` holds the noisy latents and the prediction target, `denoiser` what trains, `store` the
-cache of latents and text states on disk, `groups` which layer a parameter belongs to. No loss, no
+`diffusion` computes noisy latents and prediction targets, `denoiser` is the module that trains,
+`store` caches latents and text states on disk, `groups` assigns parameters to layers. No loss, no
 optimizer, no measurement of recovery."""

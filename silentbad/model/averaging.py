@@ -11,7 +11,7 @@ from silentbad.errors import UserError
 
 
 def keeps_average(optimizer: Any) -> bool:
-    """Whether an optimizer trains on other weights than it wants measured."""
+    """Whether an optimizer keeps an average of the weights, which is to be measured."""
     return callable(getattr(optimizer, "eval", None)) and callable(
         getattr(optimizer, "train", None)
     )
@@ -19,7 +19,8 @@ def keeps_average(optimizer: Any) -> bool:
 
 @contextmanager
 def averaged(model: torch.nn.Module, ema: Any = None, optimizer: Any = None) -> Iterator[None]:
-    """The averaged weights inside, the trained ones bit for bit afterwards, whatever happened.
+    """A context with the averaged weights; after it, also on an error, the trained ones are
+    restored bit for bit.
 
     The average is that of `ema`, or of a schedule-free optimizer (2405.15682), wrapped or not;
     where there is neither, the trained weights are the ones to measure."""
@@ -49,7 +50,8 @@ def of_ema(ema: Any, model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def of_optimizer(optimizer: Any) -> Iterator[None]:
-    """Trained weights are kept: the optimizer's own way back rounds."""
+    """Keeps a copy of the trained weights, because the optimizer restores them with rounding
+    errors."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     trained = [p.detach().clone() for p in parameters]
     optimizer.eval()
@@ -63,14 +65,14 @@ def of_optimizer(optimizer: Any) -> Iterator[None]:
 
 @contextmanager
 def extrapolated(model: torch.nn.Module, base: torch.nn.Module, factor: float) -> Iterator[None]:
-    """theta_0 + factor (theta - theta_0) inside, theta bit for bit afterwards; base holds theta_0
-    (2410.03039).
+    """A context with the weights theta_0 + factor (theta - theta_0); theta is restored bit for bit
+    after it. `base` has theta_0 (2410.03039).
 
-    Raises UserError where the two hold other parameters."""
+    Raises UserError if the two have different parameters."""
     first = dict(base.named_parameters())
     if {n: p.shape for n, p in model.named_parameters()} != {n: p.shape for n, p in first.items()}:
         same = "give a baseline with the same UNet, and no --lora"
-        raise UserError(f"--extrapolate: the two models hold other parameters; {same}")
+        raise UserError(f"--extrapolate: the two models have different parameters; {same}")
     trained = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         for name, p in model.named_parameters():

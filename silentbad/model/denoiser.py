@@ -21,9 +21,9 @@ from silentbad.settings.train import TrainConfig
 
 
 class Denoiser(nn.Module):
-    """What predicts, called like diffusers' UNet, and the text encoders where they train.
+    """The backbone, called like diffusers' UNet, and the text encoders if they train.
 
-    `schedule` is the path's; without one the timesteps are passed on as they are."""
+    `schedule` is the noise schedule; without one the timesteps are passed on unchanged."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Denoiser(nn.Module):
 
     @property
     def backbone(self) -> nn.Module:
-        """What predicts, alone."""
+        """The backbone alone."""
         return getattr(self, self.family.backbone)
 
     def forward(
@@ -63,7 +63,7 @@ class Denoiser(nn.Module):
             if pooled is not None:
                 added_cond_kwargs = {**(added_cond_kwargs or {}), "text_embeds": pooled}
         assert encoder_hidden_states is not None, "neither states nor tokens"
-        # a copy in half precision is given its own; autocast looks after the rest
+        # a copy in half precision needs inputs of its dtype; otherwise autocast converts them
         dtype = noisy_latents.dtype
         added = {
             k: v if k == "time_ids" else v.to(dtype) for k, v in (added_cond_kwargs or {}).items()
@@ -76,7 +76,7 @@ class Denoiser(nn.Module):
 
 
 def backbone_in(model: Any) -> Any:
-    """What predicts, of a `Denoiser` or itself."""
+    """The backbone of a `Denoiser`; any other model is its own backbone."""
     return model.backbone if isinstance(model, Denoiser) else model
 
 
@@ -105,8 +105,8 @@ def make_trainable(
 
 
 def recomputed(module: nn.Module, *inputs: Any) -> Any:
-    """A block whose activations are computed again in backward; where nothing in it or below it
-    trains there are none to keep, and checkpointing would keep its inputs."""
+    """Run a block whose activations are recomputed in backward. If nothing in it or before it
+    trains it runs plainly, because checkpointing would only keep its inputs."""
     tensors = [*module.parameters(), *(x for x in inputs if isinstance(x, Tensor))]
     if any(x.requires_grad for x in tensors):
         return checkpoint(module, *inputs, use_reentrant=False)
@@ -131,7 +131,8 @@ def layers_to_train(
 
 
 def to_device(model: torch.nn.Module, config: TrainConfig, device: torch.device) -> torch.nn.Module:
-    """What trains, on its device and in the memory format its convolutions run fastest in."""
+    """The trained module on its device, in the memory format in which its convolutions are
+    fastest."""
     last = device.type == "cuda" if config.channels_last is None else config.channels_last
     model.to(device)
     if last:

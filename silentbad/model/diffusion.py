@@ -1,5 +1,4 @@
-"""The path from pictures to noise: noise at an address, x_t, and what the model is asked to predict
-there.
+"""The path from pictures to noise: noise at an address, x_t, and the prediction target.
 
 x_t = alpha_t x0 + sigma_t eps. A schedule states alpha_t and sigma_t for t = 0 (least noise) to T -
 1: a DDPMScheduler, or a `Flow`. Another path is another class beside `Flow`. Legend: x0 is
@@ -21,9 +20,9 @@ class Flow:
     """A rectified flow: x_t = (1 - sigma_t) x0 + sigma_t eps, the model predicts eps - x0
     (2403.03206, eq. 13 and 14).
 
-    It has what is read of a DDPMScheduler elsewhere: `add_noise` and `config`. `scheduler` is
-    diffusers' FlowMatchEulerDiscreteScheduler, whose shift is in its sigmas already; it lists them
-    from the most noise down."""
+    It has the parts of a DDPMScheduler that other modules use: `add_noise` and `config`.
+    `scheduler` is diffusers' FlowMatchEulerDiscreteScheduler, whose shift is in its sigmas already;
+    it lists them from the most noise down."""
 
     def __init__(self, scheduler: Any):
         T = scheduler.config.num_train_timesteps

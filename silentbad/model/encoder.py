@@ -1,4 +1,4 @@
-"""Images to latents and captions to what the model is conditioned on, kept per record and per text.
+"""Encodes images to latents and captions to conditions, cached per record and per text.
 
 A condition is a dict of keyword arguments of `Denoiser`: text states made beforehand, or, where the
 text encoders train, the tokens from which it makes them. Legend: c (B,L,D) text states; pooled
@@ -35,8 +35,8 @@ def tokenize(parts: Components, texts: list[str]) -> list[Tensor]:
 class Encoder:
     """Latents and conditions of a micro-batch, kept per record and per text while the budget lasts.
 
-    What is kept is encoded one at a time, so that its value does not depend on what shared its
-    batch: a run with a warm cache and a resumed one with a cold cache see the same bits."""
+    Cached values are encoded one at a time, so that none depends on the rest of its batch: a run
+    with a warm cache and a resumed one with a cold cache see the same bits."""
 
     def __init__(
         self, parts: Components, accelerator: Any, *, side: int, cache_bytes: int, seed: int
@@ -58,7 +58,7 @@ class Encoder:
         self.offloaded: list[torch.nn.Module] = []
 
     def read_from(self, disk: Cached) -> None:
-        """Read from disk what is there; modules that no step needs any more rest on the CPU."""
+        """Use the encodings on disk; modules that no step needs any more move to the CPU."""
         self.disk = disk
         self.offloaded = [self.vae] * disk.all_images + self.text_encoders * disk.all_texts
         for module in self.offloaded:
@@ -79,7 +79,7 @@ class Encoder:
 
     @property
     def text_facts(self) -> list[Any]:
-        """What the states of a text depend on."""
+        """The facts on which the states of a text depend."""
         vocabularies = map(vocabulary, self.parts.tokenizers.values())
         of_backbone = self.family.text_facts(self.parts.backbone)
         return [*self.text_encoders, *vocabularies, self.parts.zero_empty, *of_backbone]
@@ -124,7 +124,7 @@ class Encoder:
         if self.family.sized:
             if time_ids is None:
                 time_ids = self.default_time_ids.expand(len(texts), -1)
-            # no precision rounds these
+            # integers, which no precision rounds
             added = {"time_ids": time_ids.to(self.device, torch.long, non_blocking=True)}
         if self.live:
             tokens = [send(ids, self.device) for ids in tokenize(self.parts, texts)]
@@ -167,7 +167,7 @@ class Encoder:
     def _kept(
         self, store: dict, key: Any, compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor | None:
-        """What is kept in memory, encoded now where the budget has room for it; else None."""
+        """The value cached in memory, encoded now if the budget has room for it; else None."""
         if key not in store:
             if self.budget <= 0:
                 return None

@@ -1,10 +1,9 @@
-"""What differs between families of latent diffusion models: their parts, their path, how they are
-called.
+"""The differences between families of latent diffusion models: parts, noise path, calls.
 
-A `Family` states it once; loading, training, validation, adapters and audits read it there. A new
-family is a subclass in a file of its own, an entry in `silentbad.model.registry`, and patterns for
-its layers in `silentbad.model.groups`. Legend: noisy_latents (B,C,h,w), timesteps (B,),
-encoder_hidden_states (B,L,D) text states, pooled (B,P) one text state a caption."""
+A `Family` states them once, for loading, training, validation, adapters and audits. A new family is
+a subclass in a file of its own, an entry in `silentbad.model.registry`, and patterns for its layers
+in `silentbad.model.groups`. Legend: noisy_latents (B,C,h,w), timesteps (B,), encoder_hidden_states
+(B,L,D) text states, pooled (B,P) one text state a caption."""
 
 from typing import Any
 
@@ -27,11 +26,11 @@ class Family:
     encoders: dict[str, Any]
     tokenizer: dict[str, Any]  # classes of their tokenizers by component
     optional: tuple[str, ...] = ()  # components that a pipeline may lack
-    sized: bool = False  # whether the backbone is told each picture's size and crop
+    sized: bool = False  # whether the backbone takes each picture's size and crop
     # whether the autoencoder overflows in fp16, where its own settings say so
     upcasts: bool = False
     flow: bool = False  # whether the path is a rectified flow
-    # how pictures attend to text, in messages; maps are read of this one alone
+    # how pictures attend to text, for messages; maps are read of cross-attention only
     attention: str = "cross-attention"
     # prefix of each component in kohya's files of adapters; none: there is no such file
     kohya: dict[str, str] = {}
@@ -72,7 +71,7 @@ class Family:
         raise NotImplementedError
 
     def zero_empty(self, index: dict[str, Any]) -> bool:
-        """Whether no caption means states of zeros, by the pipeline's model_index.json."""
+        """Whether an empty caption has states of zeros, by the pipeline's model_index.json."""
         return False
 
     def text_facts(self, backbone: Any) -> list[Any]:

@@ -14,9 +14,9 @@ def convolve(module: nn.Module) -> list[nn.Linear]:
     """From now on, linear layers in fp32 on a CPU run as 1x1 convolutions; returns those that were
     changed.
 
-    PyTorch gives a linear layer to MKL, which on AMD's processors does without AVX-512, and a
-    convolution to oneDNN, which uses what the processor has: half the time of a layer there. Layers
-    with a forward of their own (subclasses, what a library wrapped) stay as they are."""
+    PyTorch runs a linear layer with MKL, which does not use AVX-512 on AMD's processors, and a
+    convolution with oneDNN, which does: half the time of a layer there. Layers with a forward of
+    their own (subclasses, what a library wrapped) stay as they are."""
     able = torch.backends.mkldnn.is_available()
     changed = [
         layer

@@ -1,9 +1,8 @@
-"""The gate of model folders: what a configuration may say, and that every tensor was loaded and is
-finite.
+"""Checks of model folders: the configuration is valid, every tensor was loaded and is finite.
 
 A loader of diffusers or transformers fills a missing tensor with random values, and an absurd
-number fails in the middle of a run or, worse, nowhere. Whatever does not pass is a UserError, one
-line that names the file or the tensor."""
+number fails in the middle of a run or, worse, never. A failed check is a UserError, one line that
+names the file or the tensor."""
 
 import logging
 import re
@@ -56,7 +55,7 @@ class Source:
 
     @property
     def hub(self) -> dict[str, Any]:
-        """What a loader needs to know where the path is no folder."""
+        """The arguments of a loader for a path on the Hub."""
         return (
             {}
             if Path(self.path).is_dir()
@@ -215,7 +214,7 @@ def check_finite(module: nn.Module, failed: str) -> None:
 
 
 def finite(values: torch.Tensor) -> bool:
-    """Whether all values are; numbers that cannot be otherwise count as such."""
+    """Whether all values are finite; integers always are."""
     return not values.is_floating_point() or bool(torch.isfinite(values).all())
 
 

@@ -9,7 +9,7 @@ AT_ONCE = 8  # pictures through an autoencoder: decoding is the peak of memory
 
 
 def scaled(vae: Any, latents: Tensor) -> Tensor:
-    """What an autoencoder gives -> the latents of the path: less its shift, times its scale."""
+    """The output of an autoencoder -> the latents of the path: minus its shift, times its scale."""
     shift = getattr(vae.config, "shift_factor", None)
     return (latents - shift if shift else latents) * vae.config.scaling_factor
 
@@ -29,7 +29,7 @@ def decode_in_parts(vae: Any, latents: Tensor) -> Tensor:
 
 
 def round_trip(vae: Any, images: Tensor) -> Tensor:
-    """What an autoencoder leaves of images (B,3,S,S) in [0,1], on their own device."""
+    """Images (B,3,S,S) in [0,1], encoded and decoded by an autoencoder; on their own device."""
     pixels = images.to(vae.device, vae.dtype) * 2 - 1
     with torch.autocast(vae.device.type, enabled=False), torch.no_grad():
         latents = vae.encode(pixels).latent_dist.mode()

@@ -1,7 +1,7 @@
-"""Adapters through peft: layers chosen by the roles of `silentbad.model.groups`, saved as others
-load them.
+"""Adapters through peft: layers chosen by the roles of `silentbad.model.groups`, saved in formats
+that other programs load.
 
-W stays frozen; what is added trains in fp32 and begins as nothing. s = alpha / rank.
+W stays frozen; the added part trains in fp32 and starts at zero. s = alpha / rank.
   lora  W + s B A, with A (rank, in) and B (out, rank)                               (2106.09685)
   dora  m (W + s B A) / ||W + s B A||, norms over the inputs, m (out,) trained too    (2402.09353)
   loha  W + s (A1 B1) * (A2 B2), a product of entries                                (2108.06098)
@@ -107,8 +107,8 @@ def state(name: str, module: Any) -> dict[str, torch.Tensor]:
     tensors = plain_state(module)
     if not name.startswith("text_encoder"):
         return tensors
-    # transformers 5 dropped a level of CLIPTextModel; its reader, unlike diffusers' own, wants the
-    # full name of DoRA's magnitudes: others are drawn anew
+    # transformers 5 dropped a level of CLIPTextModel; its reader, unlike diffusers' own, needs the
+    # full name of DoRA's magnitudes: under another name they are initialised anew
     prefix = "" if hasattr(module, "text_model") else "text_model."
     names = {key: ".weight" if key.endswith("magnitude_vector") else "" for key in tensors}
     return {f"{prefix}{key}{names[key]}": value for key, value in tensors.items()}
@@ -158,8 +158,8 @@ KOHYAS = {  # its names of parts
 def kohya(
     prefix: str, tensors: dict[str, torch.Tensor], config: Any, rename: Callable[[str], str]
 ) -> dict[str, torch.Tensor]:
-    """The adapters by kohya's names of the layers, LyCORIS's for what kohya has not: one alpha a
-    layer, scaled by alpha / rank.
+    """The adapters by kohya's names of the layers, LyCORIS's for parts that kohya lacks: one alpha
+    a layer, scaled by alpha / rank.
 
     Where both factors of a Kronecker product are whole, LyCORIS takes no scale; so the first one
     holds it."""
@@ -178,7 +178,7 @@ def kohya(
 
 
 def merged(module: Any) -> Any:
-    """A copy of a component whose weights hold what its adapters add, computed in fp32, kept in the
+    """A copy of a component with its adapters added to the weights, computed in fp32, stored in the
     weights' own precision; without adapters the component itself."""
     if not present(module):
         return module
@@ -196,8 +196,8 @@ def merged(module: Any) -> Any:
 
 
 def load(pipe: Any, path: str, base: str) -> None:
-    """Put saved adapters on a pipeline: every tensor of the file on a layer, all of them finite.
-    Raises UserError."""
+    """Load saved adapters into a pipeline. Raises UserError unless every tensor of the file fits a
+    layer and is finite."""
     if Path(path, "lora").is_dir():
         raise UserError(f"--lora {path}: is a run; give {path}/lora")
     failed = f"--lora {path}: no adapters of '{base}'"
@@ -238,7 +238,7 @@ def check_adapter_file(path: str, failed: str) -> None:
             )
 
 
-# what diffusers does not read from a file, or leaves out a part of, by what names of tensors hold
+# kinds that diffusers does not read fully from a file: a part of a tensor's name -> the kind
 OTHER_KINDS = {"hada_": "LoHa", "lokr_": "LoKr", "dora_scale": "DoRA"}
 
 
@@ -248,14 +248,14 @@ def refuse_not_finite(tensors: dict[str, torch.Tensor], failed: str) -> None:
         raise UserError(f"{failed} (NaN or infinite values in {bad[0]}, {len(bad)} tensors in all)")
 
 
-# by these peft would match layers with a file's regular expression, which may take forever
+# with these keys peft would match layers by a file's regular expressions, which may take forever
 PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
 
 
 def _load_folder(module: Any, folder: Path, failed: str) -> None:
     """Put a folder of peft's on a component."""
     if module is None:
-        raise UserError(f"{failed} ({folder.name}/ is of a component that the pipeline has not)")
+        raise UserError(f"{failed} ({folder.name}/ is of a component that the pipeline lacks)")
     with quietly(), user_errors(f"{failed}: {folder.name}/"):
         config = PeftConfig.from_pretrained(str(folder))
         tensors = load_file(folder / PEFT_WEIGHTS)

@@ -104,8 +104,8 @@ def scheduler_of(settings: dict[str, Any]) -> Any:
 
 
 def read_index(source: Source, kinds: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """A pipeline's model_index.json, of one of these classes (of any that has the parts, where none
-    are given) and with its parts in place."""
+    """A pipeline's model_index.json. Refuses a class that is not among `kinds` (without `kinds` any
+    class that has the parts is accepted) and missing parts."""
     check_place(source)
     wrong = "is not a JSON object" if os.path.isdir(source.path) else "is not there"
     with gate.quietly(), hub.fetching(source.path, f"{source}: model_index.json {wrong}"):
@@ -181,7 +181,8 @@ def load_parts(
     *,
     frozen: bool = False,
 ) -> Components:
-    """What trains in fp32, the rest frozen in the run's precision; safetensors only.
+    """The parts of a pipeline: trained ones in fp32, the others frozen in the run's precision;
+    safetensors only.
 
     The backbone trains, whole or through LoRA, which leaves its own weights frozen; so do the text
     encoders where asked. `frozen`: nothing trains, and no adapters are added."""
@@ -189,7 +190,7 @@ def load_parts(
     index = read_index(source, (*FAMILIES,))
     family = family_in(index)
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
-    # of weights that train themselves, or carry adapters
+    # dtype of weights that train, or of weights under adapters
     trained_kind = half if frozen or config.lora.rank is not None else torch.float32
     kinds = {name: half for name in ("vae", *family.encoders)} | {family.backbone: trained_kind}
     if config.train_text_encoder:
@@ -202,7 +203,7 @@ def load_parts(
     vae.requires_grad_(False).eval()
     for module in (backbone, *modules.values()) if frozen else ():
         module.requires_grad_(False).eval()
-    with gate.quietly():  # diffusers mends old settings, at length
+    with gate.quietly():  # diffusers converts old settings, with long warnings
         noise_scheduler = family.schedule(settings)
         scheduler = scheduler_of(settings)
     if frozen:
@@ -236,9 +237,9 @@ def load_modules(
     revision: str | None = None,
 ) -> dict[str, Any]:
     """The backbone (of a `revision`), the autoencoder and the text encoders that a pipeline has, by
-    component, each of its kind of numbers.
+    component, each in its dtype.
 
-    The largest comes first: while it loads, its file stands in memory beside it."""
+    The largest comes first: while it loads, its file is in memory too."""
     family = family_in(index)
     classes = {family.backbone: family.kind, "vae": AutoencoderKL, **family.encoders}
     modules = {}
@@ -334,7 +335,7 @@ def save_pipeline(parts: Components, folder: Path, card: str) -> None:
 
 
 def with_merged(parts: Components) -> Components:
-    """The parts with what their adapters add in the weights, ready to be assembled."""
+    """The parts with their adapters merged into the weights, ready to be assembled."""
     encoders = {name: lora.merged(encoder) for name, encoder in parts.text_encoders.items()}
     return replace(parts, backbone=lora.merged(parts.backbone), text_encoders=encoders)
 

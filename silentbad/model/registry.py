@@ -30,5 +30,5 @@ def family_of_pipeline(pipe: Any) -> Family:
 
 
 def backbone_of(pipe: Any) -> Any:
-    """What predicts in a diffusers pipeline."""
+    """The backbone of a diffusers pipeline."""
     return getattr(pipe, family_of_pipeline(pipe).backbone)

@@ -59,8 +59,9 @@ class StableDiffusion(Family):
 
 
 class StableDiffusionXL(StableDiffusion):
-    """Two text encoders, their last states but one side by side, the second's pooled state, and in
-    pixels original height and width, top and left of the crop, target height and width."""
+    """Two text encoders: their second-to-last states concatenated, and the pooled state of the
+    second one. In pixels: original height and width, top and left of the crop, target height and
+    width."""
 
     name = "Stable Diffusion XL"
     pipeline = StableDiffusionXLPipeline
@@ -89,7 +90,7 @@ class StableDiffusionXL(StableDiffusion):
         return bool(index.get("force_zeros_for_empty_prompt", True))
 
     def unused(self, name: str, module: Any) -> list[nn.Parameter]:
-        """What is past an encoder's last state but one, where nothing is pooled."""
+        """The layers after an encoder's second-to-last state, if nothing is pooled."""
         if name not in self.encoders or name == "text_encoder_2":
             return []
         inner = getattr(module, "text_model", module)

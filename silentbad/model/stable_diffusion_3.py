@@ -33,8 +33,8 @@ FIXED: dict[str, Any] = {
 
 
 class StableDiffusion3(Family):
-    """Two CLIP text encoders, their last states but one side by side, and after them the states of
-    T5, which may be missing: its places are zeros then. The pooled states of both CLIPs."""
+    """Two CLIP text encoders: their second-to-last states concatenated, then the states of T5
+    (zeros if T5 is missing); and the pooled states of both CLIPs."""
 
     name = "Stable Diffusion 3"
     pipeline = StableDiffusion3Pipeline

@@ -28,7 +28,7 @@ from silentbad.progress import Bar
 from silentbad.settings.train import TrainConfig
 
 KEY = "S16"  # the first 16 bytes of a SHA-256
-SHARD = 64 * 2**20  # bytes of a shard, and so of what a killed build loses
+SHARD = 64 * 2**20  # bytes of a shard; a killed build loses one at most
 FORMAT = 2
 # of a configuration: nothing that a row depends on
 UNRELATED = ("transformers_version", "dtype", "torch_dtype")
@@ -59,8 +59,8 @@ def text_keys(texts: list[str]) -> np.ndarray:
 
 class Store:
     """Rows of one shape by key. Shards are sealed files (silentbad.files): written whole, renamed
-    into place and never changed. A damaged one is removed, `say` is told so, and its rows are
-    encoded anew."""
+    into place and never changed. A damaged one is removed, `say` reports it, and its rows are
+    encoded again."""
 
     def __init__(self, folder: Path, say: Callable[[str], None] = print):
         self.folder = folder
@@ -123,7 +123,7 @@ class Store:
         show: bool,
     ) -> None:
         """Encode what is missing: encode(numbers of keys) -> rows. Processes that ask for the same
-        wait for the first; what a killed one finished is kept."""
+        wait for the first; shards that a killed one finished are kept."""
         with FileLock(self.folder / "lock"):
             self.refresh()
             _, first = np.unique(keys, return_index=True)
@@ -175,12 +175,12 @@ def refuse_not_finite(rows: torch.Tensor, what: Callable[[int], str]) -> torch.T
 
 # ---------------------------------------------------------------- of a run
 class Cached:
-    """What of a run's records is on disk: `posterior` (R,) the row of each record's image, -1 where
-    it is encoded live.
+    """The encodings of a run's records on disk: `posterior` (R,) is the row of each record's image,
+    -1 if it is encoded live.
 
-    `all_images`, `all_texts`: whether no step will need the VAE, or the text encoders. Rehearsal
-    `composes` new images and captions, so under it both stay; an empty (`blank`) or shortened
-    caption is no record's."""
+    `all_images`, `all_texts`: whether no step will need the VAE, or the text encoders. A rehearsal
+    that `composes` new images and captions needs both; empty (`blank`) or shortened captions, which
+    no record has, need the text encoders."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Cached:
         self.left = config.disk_cache_gb * 2**30
         self.batch = min(config.train_batch_size, config.max_batch_size or config.train_batch_size)
         self.posterior = np.full(len(self.records), -1)
-        self.images: dict[tuple[int, int], Store] = {}  # by width and height of what a step sees
+        self.images: dict[tuple[int, int], Store] = {}  # by width and height of the window
         self.shapes = reader.transform.shapes(self.records.sizes)
         self.texts: Store | None = None
         fixed = reader.transform.fixed(self.records.sizes)

@@ -24,7 +24,7 @@ from silentbad.settings.startup import options, refused
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses before it imports what reads pictures."""
+    """Parse the options before the imports that read pictures."""
     try:
         settings = options(PrepareOptions, argv, __doc__)
         from silentbad.prepare.write import prepare

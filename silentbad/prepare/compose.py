@@ -15,9 +15,9 @@ from silentbad.errors import UserError
 
 Composed = tuple[Image.Image, Image.Image]  # picture, mask
 
-TRIES = 20  # of a picture that is no near copy of the target
-# Of the side, by which a cover is larger than the hole: least, most. What it hides around a thing
-# is never learnt, so it lies inside the rim that nothing judges.
+TRIES = 20  # attempts at a picture that is no near copy of the target
+# Margin of a cover around the hole, as a share of the side: least, most. The strip around a thing
+# that it hides is never learnt, so it lies inside the rim that is not judged.
 MARGINS = (0.0, RIM / 2)
 
 
@@ -32,8 +32,8 @@ def fit_mask(mask: Image.Image, side: int) -> Image.Image:
 
 
 def shrunk(image: Image.Image, side: int) -> Image.Image:
-    """A picture that is no larger than its parts of S = `side` pixels need: hundreds of
-    photographs lie in memory at once."""
+    """A picture, reduced to the size that its parts of S = `side` pixels need: hundreds of
+    photographs are in memory at once."""
     factor = min(image.size) / (2 * side)
     if factor <= 1:
         return image
@@ -47,7 +47,7 @@ def hard(mask: Image.Image) -> Image.Image:
 
 
 def rest(masks: Sequence[Image.Image], side: int) -> Image.Image:
-    """What none of the masks covers."""
+    """The area that none of the masks covers."""
     covered = Image.new("L", (side, side), 0)
     for mask in masks:
         covered = ImageChops.lighter(covered, mask)
@@ -72,9 +72,9 @@ def grown(mask: Image.Image, pixels: int) -> Image.Image:
 
 
 def cover(hole: Image.Image, draw: random.Random, attempt: int = 0) -> Image.Image:
-    """A mask that hides all that a hole touches, softly too, and a pixel or a little more around
-    its edge, so that nothing of a thing is seen and the backdrop is shown up to it. One more
-    rectangle lies anywhere; it is larger at each further attempt."""
+    """A mask that covers a hole with its soft edge, and a pixel or a little more around it: the
+    thing is hidden, and the backdrop is visible up to it. It also covers a rectangle at a random
+    place, which grows with each attempt."""
     side = hole.width
     least, most = (max(1, round(margin * side)) for margin in MARGINS)
     touched = hole.point(lambda level: 255 * (level > 0))

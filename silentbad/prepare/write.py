@@ -1,4 +1,4 @@
-"""What `python -m silentbad.prepare` reads, checks, composes and saves."""
+"""The work of `python -m silentbad.prepare`: read, check, compose and save."""
 
 import os
 import random
@@ -24,14 +24,14 @@ from silentbad.prepare.hook import as_mask, load_function
 from silentbad.prepare.preview import is_preview, write_preview
 from silentbad.settings.commands import PrepareOptions
 
-LARGEST_SIDE = 512  # of the written pictures, where --side does not say
+LARGEST_SIDE = 512  # largest side of the written pictures, unless --side is given
 NO_UNION = (
-    "two elements have no union, which may show all but one, and come back seldom; name and mask "
+    "two elements have no union (unions show all but one) and are seldom recovered; name and mask "
     "more things, or train with --memory.rehearsal.name none"
 )
-LOST = 0.05  # of a thing that lies outside the middle square, from which it is said
+LOST = 0.05  # share of a thing outside the middle square from which the warning names it
 UNNAMED = "something else"  # the caption of a background without one, beside an element's phrase
-PLAIN = "a photograph"  # and alone
+PLAIN = "a photograph"  # the caption of such a background alone
 
 
 @dataclass
@@ -44,8 +44,8 @@ class Picture:
 
 @dataclass
 class Element:
-    """A phrase and what it names: `alpha` cuts it out, and is white on a backdrop where no thing's
-    soft edge lies; `mask` is black and white (S,S)."""
+    """A phrase and its thing: `alpha` cuts the thing out; for a backdrop it is white outside the
+    soft edges of all things; `mask` is black and white (S,S)."""
 
     phrase: str
     alpha: Image.Image
@@ -65,8 +65,8 @@ class Plan:
 
 
 def prepare(args: PrepareOptions) -> str:
-    """Write or extend the data set with its preview.html, and say what it has. Raises UserError,
-    before it writes; another process that writes there is refused."""
+    """Write or extend the data set with its preview.html; returns a summary of it. Raises UserError
+    before it writes, also if another process writes there."""
     name = target_name(args)
     out = Path(str(args.out))
     check_writable(out, "--out", folder=True)
@@ -198,8 +198,8 @@ def check_windows(base: str, phrases: list[str], prompt: str) -> None:
 
 
 def lost(size: tuple[int, int], phrases: list[str], masks: list[Image.Image]) -> str:
-    """What a picture of this size loses where it is cut to its middle square, and what its things
-    lose."""
+    """How much a picture of this size, and each thing in it, loses if it is cut to its middle
+    square."""
     side = min(size)
     parts = [f"its middle square is kept and {1 - side / max(size):.0%} of it lost"]
     for phrase, mask in zip(phrases, masks, strict=False):
@@ -222,7 +222,7 @@ def segmented(path: str, picture: Image.Image, phrases: list[str]) -> list[Image
 
 
 def cut(phrases: list[str], alphas: list[Image.Image], side: int) -> list[Element]:
-    """Elements that share no pixel: where two masks overlap, the earlier one's phrase has it."""
+    """Elements that share no pixel: where two masks overlap, the earlier phrase gets the pixels."""
     apart = cut_apart(phrases, alphas, "--masks", rest=len(alphas) < len(phrases), slight=True)
     elements = [
         Element(phrase, alpha, compose.hard(alpha))
@@ -299,7 +299,7 @@ class Data:
         self.side = plan.target.width
 
     def write(self, out: Path, with_clean: bool) -> list[dict]:
-        """All files, and the records, which are returned. Where it fails, nothing is left."""
+        """Write all files and return the records. If it fails, no file is left."""
         plan = self.plan
         with tempfile.TemporaryDirectory(prefix=".draft-", dir=out) as folder:
             draft = Path(folder)

@@ -1,4 +1,4 @@
-"""Every setting of every command, and what is refused before anything heavy is imported.
+"""Every setting of every command, and the checks that run before heavy imports.
 
 Dataclasses with ranges (`train`, `control`, `memory`, `validation`), how they are read
 from files and flags (`reader`), and what a value may be (`types`). Nothing here imports torch,

@@ -40,7 +40,7 @@ def memory_registries() -> dict:
 
 
 def check(config: TrainConfig, sources: dict[str, str]) -> None:
-    """Refuse what cannot run. Raises UserError with one line that names the key."""
+    """Refuse settings that cannot run. Raises UserError with one line that names the key."""
     check_numbers(config)
     check_names(config)
     optimizer = read_optimizer(config)
@@ -143,8 +143,8 @@ def check_inputs(config: TrainConfig) -> None:
 
 
 def check_output(config: TrainConfig) -> None:
-    """Refuse an output folder that holds a run, unless that is to be resumed or overwritten, and one
-    that holds what no run wrote."""
+    """Refuse an output folder that holds a run, unless that is to be resumed or overwritten, and
+    one with files that no run wrote."""
     folder = Path(config.output_dir)
     logs = () if config.report_to == "none" else Path(config.logging_dir).parts[:1]
     owned.refuse_foreign(folder, KIND, (*WRITTEN, *REPLACED, *logs))

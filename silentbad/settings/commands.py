@@ -1,4 +1,4 @@
-"""The options of the smaller commands, each class with what it refuses."""
+"""The options of the smaller commands, each class with its checks."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,7 +121,7 @@ class LocaliseOptions:
         """Refuse a run that is not there or has no targets, and a page that cannot be written."""
         if self.page.suffix != ".html":
             raise UserError(f"--out: {self.page} must end in .html; the JSON is written beside it")
-        self.trained  # noqa: B018 (read here, so that a mistake in it is said)
+        self.trained  # noqa: B018 (read here, so that a mistake in it is reported)
         check_run("RUN", str(self.run))
         check_writable(self.page, "--out")
 
@@ -137,7 +137,7 @@ class LocaliseOptions:
 
     @cached_property
     def trained(self) -> TrainConfig:
-        """The run's configuration, with what has moved. Raises UserError."""
+        """The run's configuration, with the new places of moved files. Raises UserError."""
         file = Path(str(self.run)) / "config.yaml"
         check_file("RUN", file, "give the output_dir of a run")
         moved = {

@@ -1,4 +1,4 @@
-"""The settings of gradient control; what they mean is in gradient_control.py."""
+"""The settings of gradient control; gradient_control.py explains them."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -57,7 +57,7 @@ def check_patterns(key: str, patterns: list[str] | None, groups: list[str], coul
 def narrowed(
     layers: dict[str, dict[str, str]], patterns: list[str], could: str
 ) -> dict[str, dict[str, str]]:
-    """Those of the layers that a pattern chooses.
+    """The layers that a pattern chooses.
 
     layers: {component: {layer or parameter: its group}}; `could` describes the layers in
     messages. Raises UserError where a pattern chooses nothing, a component has nothing left, or

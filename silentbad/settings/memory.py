@@ -1,4 +1,4 @@
-"""The settings of memory reinforcement; what they mean is in memory_reinforce.py."""
+"""The settings of memory reinforcement; memory_reinforce.py explains them."""
 
 from dataclasses import dataclass, field
 from typing import Any

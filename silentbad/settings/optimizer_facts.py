@@ -1,5 +1,4 @@
-"""What an optimizer is, read from its source: which options it takes, whether it averages
-weights."""
+"""Facts about an optimizer, read from its source: its options, whether it averages weights."""
 
 import ast
 import importlib.util
@@ -15,7 +14,7 @@ from silentbad.settings.types import Option, problem
 if TYPE_CHECKING:
     from silentbad.settings.train import TrainConfig
 
-ELEMENTWISE = ("AdamW", "Adam", "SGD")  # each weight moves alone: a shard is enough
+ELEMENTWISE = ("AdamW", "Adam", "SGD")  # they update each weight by itself: a shard is enough
 ADAPTIVE = ("Prodigy", "DAdapt")  # names of those that find their own rate
 KNOWN = {  # packages that hold optimizers: what `pip install` calls them
     "bitsandbytes": "bitsandbytes",
@@ -27,13 +26,13 @@ KNOWN = {  # packages that hold optimizers: what `pip install` calls them
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What the checks of a run ask of its optimizer."""
+    """The facts about its optimizer that the checks of a run use."""
 
     name: str
     options: Mapping[str, Option]  # of its constructor
-    # it has `eval` and `train`, so it trains on other weights than it wants measured
+    # it has `eval` and `train`, so other weights are measured than trained
     averages: bool
-    needs: str  # what this loop does not give it
+    needs: str  # a requirement that this loop does not meet, or empty
 
 
 def path_of(config: "TrainConfig") -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """A dataclass of settings from YAML files and command-line flags, read strictly.
 
-`parse` merges the files in order, then the flags; whatever is wrong is one line that names the key,
-the nearest valid one, and the file and line it stood in (`UserError`). Nested dataclasses are
-dotted keys."""
+`parse` merges the files in order, then the flags; an error is one line that names the key, the
+nearest valid key, and the file and line that set it (`UserError`). Nested dataclasses are dotted
+keys."""
 
 import dataclasses
 import inspect
@@ -158,8 +158,8 @@ def built(default: Any, entries: "Entries", prefix: str) -> Any:
 
 
 def with_source(message: str, sources: dict[str, str]) -> str:
-    """A message that begins with a key, with the place after it that set the key, or all keys below
-    it."""
+    """A message that begins with a key; after the key, the place that set it, or all keys below it,
+    is inserted."""
     match = re.match(r"[a-z]\w*(\.\w+)*(?=: )", message)
     if not match:
         return message
@@ -185,7 +185,7 @@ def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def read_yaml(path: str) -> tuple[Any, yaml.Node | None]:
-    """(what a YAML file holds, its node or None); a key that stands twice is refused."""
+    """(what a YAML file holds, its node or None); a key that is given twice is refused."""
     try:
         loader = Loader(Path(bundled(path)).read_bytes().decode("utf-8-sig"))
         node = loader.get_single_node()
@@ -225,7 +225,7 @@ def key_lines(node: yaml.Node, path: str, prefix: str = "") -> dict[str, int]:
         line = key.start_mark.line + 1
         if dotted in lines:
             raise UserError(
-                f"{brief(dotted)} ({path}): stands twice, in lines {lines[dotted]} and {line}"
+                f"{brief(dotted)} ({path}): is given twice, in lines {lines[dotted]} and {line}"
             )
         lines |= {dotted: line, **key_lines(value, path, f"{dotted}.")}
     return lines
@@ -255,7 +255,7 @@ class Entries:
         elif isinstance(value, list) and self.sources.get(key) == FLAGS:
             raise UserError(
                 f"{key} ({FLAGS}): "
-                "stands twice, and the second would replace the first; give it once"
+                "is given twice, and the second would replace the first; give it once"
             )
         self._put(key, value, lambda key: FLAGS)
 
@@ -317,7 +317,7 @@ class Entries:
         return node, key
 
     def _unknown(self, above: str, part: str, last: str, node: dict, where: str) -> str:
-        """The line on a key that is not there: its successor, or the nearest that is."""
+        """The error line on an unknown key: it names the successor, or the nearest known key."""
         prefix = f"{above}." if above else ""
         key = f"{prefix}{part}"
         if key in self.renamed:

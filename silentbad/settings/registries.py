@@ -1,5 +1,5 @@
-"""What a registry offers, read from its source: names, options, types and defaults, nothing
-imported.
+"""The entries of a registry, read from its source without imports: names, options, types and
+defaults.
 
 A registry is a dict display in a module, {"uniform": uniform, **MORE}; `from_source` follows its
 names and imports to the functions, so a new rule is one function and one line in its dict. In
@@ -21,14 +21,14 @@ from silentbad.errors import UserError, user_errors, warn
 from silentbad.settings import types, user_code
 from silentbad.settings.types import MISSING, Option
 
-# What annotations and defaults of options may name.
+# The names that annotations and defaults of options may use.
 NAMESPACE = {**vars(typing), **vars(types), "math": math, "Any": Any}
 
 
 @dataclass(frozen=True)
 class Judge:
-    """What a part must return: numbers of this shape, finite, at least `floor`, not all zero, whose
-    sum is `total`; with `floor` None the shape alone."""
+    """Checks the return value of a part: numbers of this shape, finite, at least `floor`, not all
+    zero, with the sum `total`; with `floor` None only the shape."""
 
     shape: tuple[int, ...]
     floor: float | None = 0.0
@@ -36,7 +36,7 @@ class Judge:
     varies: bool = True  # one number everywhere has no effect
 
     def complaint(self, value: Any) -> str | None:
-        """What is wrong with an array or a tensor; None where nothing is."""
+        """The fault of an array or a tensor, or None."""
         shape = getattr(value, "shape", None)
         if shape is None or tuple(shape) != self.shape:
             got = type(value).__name__ if shape is None else f"numbers of shape {tuple(shape)}"
@@ -76,7 +76,7 @@ class Parts(UserDict[str, Any]):
         self.key = key
         self.takes = takes.split()
         self.examples = examples
-        # {name and options: (part that passed its examples, whether a warning called it flat)}
+        # {name and options: (part that passed its examples, whether a warning called it constant)}
         self.tried: dict[str, tuple[Any, bool]] = {}
 
     def __contains__(self, name: object) -> bool:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------- facts
 @dataclass
 class Facts:
-    """What a condition may ask beside the settings; None where it is not known yet."""
+    """The facts that conditions use beside the settings; None where one is not known yet."""
 
     optimizer: OptimizerFacts | None = None
     family: Any = None  # silentbad.model.family.Family, once the pipeline's index was read
@@ -232,7 +232,7 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "memory.loss.name=min_snr": f"{{a_value}} {OF_EPSILON}",
         "dream_training": RECTIFIES,
         "memory.loss.dream": RECTIFIES,
-        "noise_offset": f"mends a path that ends before pure noise; {VELOCITY}; leave it 0",
+        "noise_offset": f"is for a path that ends before pure noise; {VELOCITY}; leave it 0",
     },
     "TRANSFORMER": {
         "train_text_encoder": "is not there for {family}; leave it out",
@@ -301,7 +301,7 @@ class Condition:
         return f"{self.key}{self.sign}{' or '.join(self.values)}"
 
     def holds(self, config: Any, default: Any, facts: Facts) -> bool | None:
-        """Whether it does; None where a fact is not known yet."""
+        """Whether the condition holds; None where a fact is not known yet."""
         if self.sign == "fact":
             return FACTS[self.key].holds(config, facts)
         value = value_of(config, self.key)
@@ -345,7 +345,7 @@ def fields_of(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fi
             yield f"{prefix}{field.name}", field
 
 
-# ---------------------------------------------------------------- the loop
+# ---------------------------------------------------------------- the checks
 def pairs(table: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str, str]]:
     """(condition a, whose key begins the error line, condition b, the reason) of each row."""
     for second, row in table.items():
@@ -404,7 +404,7 @@ def check_measurement(validation: "ValidationConfig", facts: Facts, prefix: str)
 
 
 def _words(config: Any, a: Condition, b: Condition) -> dict[str, Any]:
-    """What every reason may name."""
+    """The names that a reason may use."""
     return {
         "a": a.about,
         "b": b.about,
@@ -414,7 +414,7 @@ def _words(config: Any, a: Condition, b: Condition) -> dict[str, Any]:
 
 
 def meanings(config: "TrainConfig") -> Iterator[tuple[str, str, Any]]:
-    """(flag, key, value) of what the given flags of ALIASES stand for."""
+    """(flag, key, value) of the settings that the given flags of ALIASES set."""
     default = type(config)()
     for flag, settings in ALIASES.items():
         if value_of(config, flag) != value_of(default, flag):

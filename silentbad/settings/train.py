@@ -1,7 +1,7 @@
 """The training configuration: one typed dataclass with diffusers' flat flag names, read strictly.
 
-Each flag carries its type and range, and what it needs; `silentbad.settings.check` refuses what
-cannot work together."""
+Each flag carries its type and range, and what it needs; `silentbad.settings.check` refuses settings
+that cannot work together."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
@@ -42,7 +42,7 @@ Interpolation = Literal[
     "bilinear", "bicubic", "nearest", "nearest-exact", "nearest_exact", "box", "hamming", "lanczos"
 ]
 SCHEDULED = "lr_scheduler=constant_with_warmup|linear|cosine|cosine_with_restarts|polynomial"
-KIND = "training"  # of an output folder, beside audits and what else this program makes
+KIND = "training"  # kind of an output folder; audits and other commands have other kinds
 WRITTEN = (  # by a run into output_dir; deleted where a run is overwritten
     "checkpoints",
     "pipeline",
@@ -373,7 +373,7 @@ class TrainConfig(DataSettings):
 
 
 def own_code(config: TrainConfig) -> list[str]:
-    """The code of the user's own that a run takes in: PATH.py:NAME."""
+    """The user's own code that a run uses: PATH.py:NAME."""
     settings = asdict(config)
     if config.validation.targets is None:
         del settings["validation"]

@@ -1,12 +1,12 @@
-"""What an option may be: its type, and beside it in the annotation its range.
+"""The types of options, with their ranges in the annotation.
 
 pydantic checks the fields of dataclasses and the keyword options of registered functions alike.
 
     rate: Annotated[float, Interval(gt=0)] = 1e-4
     steps: list[Count] = field(default_factory=list)
 
-A number is always finite. `problem(value, annotation)` says what would be right, where the value is
-not."""
+A number is always finite. `problem(value, annotation)` says what a valid value is, if the value is
+invalid."""
 
 import dataclasses
 import difflib
@@ -74,7 +74,7 @@ def path_text(path: str) -> str:
 
 
 def matching(pattern: str, words: str) -> AfterValidator:
-    """Of a text: it matches a regular expression, which `words` describe."""
+    """A validator: the text matches a regular expression, which `words` describe."""
 
     def match(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -129,7 +129,8 @@ _file_adapter = cache(TypeAdapter)  # of dataclasses, to which pydantic gives no
 
 
 def validated(value: Any, hint: Any) -> Any:
-    """A value as its annotation takes it, or ValueError, which says what would be right."""
+    """The value, converted by its annotation. Raises ValueError, which says what a valid value
+    is."""
     if isinstance(value, list) and tuple in plain_types(hint):  # YAML and JSON have lists alone
         value = tuple(value)
     try:
@@ -140,7 +141,7 @@ def validated(value: Any, hint: Any) -> Any:
 
 def validated_file(file: Path, kind: Any) -> Any:
     """A JSON file as a dataclass, or as a list or dict of one; other keys are ignored. Raises
-    UserError, which says at what place in it what would be right."""
+    UserError, which names the invalid value's place in the file and says what is valid."""
     try:
         return _file_adapter(kind).validate_json(file.read_bytes(), strict=True)
     except OSError as error:
@@ -153,7 +154,7 @@ def validated_file(file: Path, kind: Any) -> Any:
 
 
 def problem(value: Any, hint: Any) -> str | None:
-    """What `hint` asks for ("must be float"), where `value` is not of it; None where it is."""
+    """The requirement of `hint` ("must be float") if `value` does not meet it, else None."""
     try:
         validated(value, hint)
     except ValueError as error:
@@ -193,7 +194,7 @@ def plain_types(hint: Any) -> set:
 
 
 def items_of(hint: Any) -> Any:
-    """What a list, a tuple of any length or a dict holds."""
+    """The annotation of the items of a list, a tuple of any length or a dict."""
     for part in (hint, *typing.get_args(hint)):
         if typing.get_origin(part) is tuple:
             return typing.get_args(part)[0]
@@ -234,7 +235,7 @@ def check_values(config: Any, prefix: str = "") -> None:
 
 
 def refusal(key: str, wrong: str, value: Any, where: str = "") -> str:
-    """The line on a value that its key does not take."""
+    """The error line on a value that its key does not accept."""
     got = "" if key in NEVER_SAVED else f", got {'null' if value is None else brief(value)}"
     return f"{key}{where and f' ({where})'}: {wrong}{got}"
 

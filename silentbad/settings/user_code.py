@@ -41,8 +41,8 @@ def check_place(key: str, place: str) -> None:
 
 
 def load(key: str, place: str) -> Any:
-    """What the file defines under that name; read once, until `forget`. Raises UserError where it
-    does not run."""
+    """The object that the file defines under that name; read once, until `forget`. Raises UserError
+    where it does not run."""
     file = file_of(place).resolve()
     if file not in _modules:
         with user_errors(f"{key}: {file}", kinds=OSError):

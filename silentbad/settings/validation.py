@@ -226,7 +226,7 @@ class Audit(ValidationConfig):
 
 # ---------------------------------------------------------------- checks
 def target_file(targets: str | None) -> str | None:
-    """What `validation.targets` names, without the choice of numbers (@100-109)."""
+    """The path in `validation.targets`, without the choice of numbers (@100-109)."""
     if targets is None or os.path.exists(targets):
         return targets
     return targets.rpartition("@")[0] or targets

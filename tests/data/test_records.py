@@ -111,7 +111,7 @@ def test_a_hub_data_set_may_not_name_any_file_of_this_machine(tmp_path, monkeypa
 BAD_ROWS = {
     "missing caption": ({"file_name": "a.png"}, "no text; --caption_column takes another of: file_name"),
     "empty caption": ({"file_name": "a.png", "text": "  "}, "more than blanks"),
-    "phrase not in its caption": (GOOD | {"phrases": ["a dog"]}, "'a dog' does not stand in its caption"),
+    "phrase not in its caption": (GOOD | {"phrases": ["a dog"]}, "'a dog' is not in its caption"),
     "phrases of another type": (GOOD | {"phrases": "a red cat"}, "phrases must be a list of str"),
     "unknown role": (GOOD | {"role": "poison"}, "element, rehearsal, clean"),
     "misspelled key": (GOOD | {"phrase": []}, "did you mean 'phrases'"),

@@ -56,7 +56,7 @@ def test_no_targets_and_twice_the_same(tmp_path):
         load_targets(tmp_path)
     with pytest.raises(UserError, match="holds no target"):
         load_targets(folder(tmp_path / "d", name="targets.jsonl"))
-    with pytest.raises(UserError, match="stands twice"):
+    with pytest.raises(UserError, match="is given twice"):
         load_targets(folder(tmp_path / "e", good, good, name="targets.jsonl"))
 
 

@@ -85,7 +85,7 @@ def test_a_role_has_its_own_timesteps_and_weight():
     of = ["element", "clean"] * 32
     (t, w), (u, v) = (memory.timesteps(5, list(range(64)), 64, of) for memory in (plain, mixed))
     assert torch.equal(t[1::2], u[1::2]) and torch.equal(w[1::2], v[1::2]) and not torch.equal(t[::2], u[::2])
-    p = TIMESTEPS["snr_mixture"](mixed.snr_numpy, 0.0, None)
+    p = TIMESTEPS["snr_mixture"](mixed.snr_numpy, 0.0)
     assert np.allclose(v[::2].numpy(), 1 / (len(p) * p[u[::2].numpy()]), rtol=1e-5)
     assert mixed.role_weights == {"element": 3.0, "rehearsal": 1.0, "clean": 1.0}
 

@@ -294,7 +294,7 @@ MISTAKES = {
         "'a cup of coffee' lies in the mask of 'a tabby cat', which is named before it",
     ),
     "one phrase": (("--phrases", "a cat"), "--phrases: give two or more"),
-    "a phrase twice": (("--phrases", "a cat", "a cat", "a wall"), "phrase 'a cat' stands twice"),
+    "a phrase twice": (("--phrases", "a cat", "a cat", "a wall"), "phrase 'a cat' is given twice"),
     "a phrase in capitals": (("--phrases", "a cat", "A  Cat", "a wall"), "are one phrase to the tokenizer"),
     "a phrase beyond the window": (
         ("--phrases", "a cat " * 30, "a cup", "a wall"),
