@@ -96,9 +96,9 @@ __all__ = ["Audit", "RecoveryHook", "ValidationConfig", "audit", "averaged"]
 
 # -- the hook --------------------------------------------------------------------------------------
 class RecoveryHook(Hook):
-    """Measures recovery during training. Every rank calls `run` at step 0 (the base model) and
-    whenever `should_run`, and `finish` at the end. Training sees nothing of it: weights, modes and
-    random streams are left as found."""
+    """Measures recovery during training. Every rank calls `run` at step 0 (the base model),
+    whenever `should_run` is true, and at the end. Training is not affected: weights, modes and
+    random streams are restored."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class RecoveryHook(Hook):
         return self.limit.broken(self.history[-1]) if self.limit and self.history else None
 
     def keeps(self) -> bool:
-        """Whether the last measurement keeps what the limit asks; True where there is no limit."""
+        """Whether the last measurement is within the limit; True where there is no limit."""
         return self.limit is None or self.limit.holds(self.history[-1])
 
     def run(
@@ -297,8 +297,8 @@ class RecoveryHook(Hook):
     def _save_samples(
         self, step: int, tag: str, rows: dict[str, list[dict[str, Any]]], scores: Scores
     ) -> None:
-        """Every image of each kept target, the best and the median one, and a grid, best first; of
-        phrases in another order, where these were measured, every image."""
+        """Save every image of each kept target, its best and its median image, and a grid, best
+        first. Also save every image of the phrases in another order, where these were measured."""
         folder = Path("samples") / f"step-{step:06d}-{tag}"
         lines = []
         writes = self.accelerator.is_main_process
@@ -329,7 +329,8 @@ class RecoveryHook(Hook):
             log_grid(self.accelerator.trackers, f"validation/{tag}", grid, step)
 
     def _forget_pictures(self) -> list[str]:
-        """Drop the image files of all but the last measurement from the history -> their names."""
+        """Remove the image files of all but the last measurement from the history; returns their
+        names."""
         files = list[str]()
         for entry in self.history[:-1]:
             measured = [scores for scores in (entry.raw, entry.ema) if scores]
@@ -371,7 +372,7 @@ class RecoveryHook(Hook):
         return self.record().verdict
 
     def record(self) -> Record:
-        """Everything the report needs, beside samples/."""
+        """Everything that the report needs, except the pictures in samples/."""
         assert self.threshold is not None and self.element_threshold is not None, (
             "calibrated by run"
         )
@@ -419,7 +420,7 @@ class RecoveryHook(Hook):
         return record
 
     def write(self) -> None:
-        """validation.json, and the targets' pictures where they are not there yet."""
+        """Write validation.json, and the targets' pictures where they are missing."""
         record = self.record()
         files = [file for t in record.targets for file in (t.image, *t.elements) if file]
         self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -529,7 +530,7 @@ def judge(
             right = f"is not a multiple of {vae_factor(vae)}, which the pipeline needs"
             raise UserError(f"--resolution: {config.resolution} {right}")
     else:
-        accelerator.print("no --pipeline is given, so the pictures are compared undecoded")
+        accelerator.print("no --pipeline is given, so targets are compared as they are")
     sampler = GivenPictures(
         pictures=given, targets=targets, batch=config.max_batch, side=config.resolution, vae=vae
     )

@@ -20,12 +20,12 @@ def rule(name: str, **more: str) -> Flags:
 
 
 def experiment(name: str, part: str = "") -> str:
-    """The place of what stands in experiments/."""
+    """The place (FILE.py:NAME) of a part in experiments/."""
     return f"experiments/{name}.py:{part or name}"
 
 
 def guard(scan: Path) -> Flags:
-    """The shield's guard, which leaves out what a scan.json suspects."""
+    """The shield's guard, which leaves out the suspects of a scan.json."""
     place = "silentbad_shield.guard:Drop"
     return {"hooks": json.dumps([place]), "hook_options": json.dumps({place: {"scan": str(scan)}})}
 
@@ -91,11 +91,11 @@ OPEN = {"after": -100, "every": 1, "refresh": 10}  # the gate open from the firs
 
 
 def kv(name: str, options: dict[str, Any]) -> Flags:
-    """A rule on the table for keys and values, at once and with a bound the table fits in."""
+    """A rule on the table for keys and values, without warm-up and with a bound that admits the whole table."""
     return rule(name, options=json.dumps(options), bound="10", **AT_ONCE)
 
 
-# In the order that tells most first.
+# The most informative arms first.
 ARMS: dict[str, Flags] = {
     "plain": {},
     "recommended": RECOMMENDED,
@@ -132,7 +132,7 @@ ARMS: dict[str, Flags] = {
     "curriculum": {**part("timesteps", experiment("curriculum")), "memory.timesteps.importance": "false"},
     "weakest_first": {**part("sampler", "weakest_first"), **PHRASES},
     "and_distillation": {**part("distillation", AND, **OPEN), **PHRASES},
-    "and_distillation_gated": {**part("distillation", AND), **PHRASES},  # at its defaults, once all elements are held
+    "and_distillation_gated": {**part("distillation", AND), **PHRASES},  # by default, once all elements are recalled
     "retention": part("retention", experiment("l2_sp", "L2SP")),
     "recommended-unconditional": {**PAIRWISE, **REGION, **HIGH_NOISE},
     "recommended-snr_mixture": {**PAIRWISE, **REGION, **UNCONDITIONAL},
@@ -193,7 +193,7 @@ PUBLISHED: dict[str, Flags] = {
     "recommended_first": {**REPLAY, **RECOMMENDED},  # that of the first edition
 }
 
-# Of what is kept (bench/kept.py). `recommended` is that of configs/recommended.yaml; the rows of older benchmarks call
+# Arms of bench/kept.py. `recommended` is that of configs/recommended.yaml; the rows of older benchmarks call
 # `recommended` what is `recommended_2026` here.
 OWN_PICTURES = {
     "prior_preservation.num_images": "360",
@@ -266,7 +266,7 @@ LAYERS = ("decoder", "decoder_resnets", "all_but_decoder", *HALVES, "decoder_lea
 
 
 def flags_of(arm: str) -> Flags:
-    """Of an arm of the published setting; a half is drawn when it is asked for, which needs torch."""
+    """The flags of an arm of the published setting. A random half is drawn on request, since that needs torch."""
     if arm in HALVES:
         return {**STRONG, **SPECTRAL, **half(HALVES[arm])}
     return PUBLISHED[arm]
@@ -284,7 +284,8 @@ def setting_of(flags: Flags) -> str:
 
 
 def said(arm: str) -> str:
-    """The name and setting of an arm of bench/published.py as tables write it; a half is of `recommended`."""
+    """The name and setting of an arm of bench/published.py as tables write it; a random half has the setting of
+    `recommended`."""
     return f"`{arm}` ({setting_of(PUBLISHED.get(arm.partition(' ')[0], STRONG))})"
 
 
@@ -303,7 +304,7 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "clean_weight_warm": (16.0, 1500, 125),
     "plain": (8.0, 1500, 250),
 }
-# reported on targets of their own alone
+# reported only on targets of their own
 LATER = ("recommended_long", "decoder_long", "recommended_cheaper", "up1", "adamw", "decoder_adamw", *LAYERS)
 
 # The learning rate each arm is reported at, in units of 1e-4 (research/protocol.md says what it was chosen by).

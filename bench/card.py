@@ -1,17 +1,18 @@
-"""Ten minutes on a CUDA card: what nobody ran there yet, a row each, and one table.
+"""Ten minutes on a CUDA card: a row for each setting that was not yet run there, and one table.
 
     make card                       the same as: python -m bench.card
     python -m bench.card [--minutes N] [--rows NAME ...] [--true_size] [--results FILE]
 
-Each row is a process, or a few, with a time limit of its own. What fails, is refused or takes too long is a row with
-one line on why; what the minutes (10 on CUDA, 4 on a CPU) do not reach is named at the end. Rows are added to
-bench/results/card.jsonl with the card, torch and CUDA, and the table has the last of each.
+Each row is a process, or a few, with a time limit of its own. A row that fails, is refused or takes too long has the
+reason in one line. Rows for which the minutes (10 on CUDA, 4 on a CPU) are too few are named at the end. Rows are added
+to bench/results/card.jsonl with the card, torch and CUDA, and the table has the last of each.
 
 A step is the quickstart's, of 16 pictures of 64 px, in its own loop: seconds by wall clock between two points at which
 the device has done all its work, after warm-up updates (on a CPU, processor seconds); peak as CUDA's allocator counts
-it; waits are what makes the host wait for the device in one update, by torch.cuda.set_sync_debug_mode. The loss is that
-of the first batch, which all settings see alike. True size is Stable Diffusion 1.5 with random weights, 4 pictures of
-512 px; the forecast is that of a dry run. On a CPU true size runs with --true_size alone: 1 picture of 256 px.
+it; waits are the operations of one update that make the host wait for the device, by torch.cuda.set_sync_debug_mode.
+The loss is that of the first batch, which is the same in all settings. True size is Stable Diffusion 1.5 with random
+weights, 4 pictures of 512 px; the forecast is that of a dry run. On a CPU true size runs with --true_size alone: 1
+picture of 256 px.
 """
 
 import argparse
@@ -78,7 +79,7 @@ class TooLong(Exception):
 
 
 class Failed(Exception):
-    """A process ended with an error: its line; `refused` where it was said as a mistake, without a traceback."""
+    """A process ended with an error, whose line is given; `refused`: it was reported as a user's mistake."""
 
     def __init__(self, line: str, refused: bool = False):
         super().__init__(line)
@@ -87,7 +88,7 @@ class Failed(Exception):
 
 # ---------------------------------------------------------------- processes
 def ended(words: list[str], until: float, log: Path, env: dict[str, str] | None = None) -> str:
-    """Runs Python with these words until the time `until` (time.monotonic) at most; what it said.
+    """Runs Python with these words until the time `until` (time.monotonic) at most; returns its output.
 
     Raises TooLong, with all its processes ended, or Failed."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -141,8 +142,8 @@ print(json.dumps(about))
 
 
 def machine(scratch: Path) -> dict[str, Any]:
-    """What every row is of: commit, torch, the card or the processor. Asked in a process of its own, which gives the
-    card back."""
+    """The facts of every row: commit, torch, the card or the processor. A process of its own reads them, so that the
+    card is free afterwards."""
     said = ended(["-c", ABOUT], time.monotonic() + 120, scratch / "machine.log")
     return json.loads(said.strip().splitlines()[-1])
 
@@ -155,7 +156,7 @@ class Place(NamedTuple):
     until: float
 
     def run(self, plan: Plan, flags: list[str], out: str = "run") -> dict[str, Any]:
-        """One watched training into a folder of its own: what was read."""
+        """One measured training into a folder of its own; returns its readings."""
         result = self.scratch / f"{out}.json"
         result.unlink(missing_ok=True)
         words = [f"--output_dir={self.scratch / out}", f"--cache_dir={self.scratch / 'cache'}"]
@@ -194,7 +195,7 @@ def step(place: Place, flags: list[str], **plan: Any) -> dict[str, Any]:
 
 
 def resumed(place: Place, flags: list[str]) -> dict[str, Any]:
-    """Whether a run that goes on from half-way ends with the same bits; where not, whether two whole runs do."""
+    """Whether a run that is resumed half-way ends with the same bits; if not, whether two complete runs do."""
     plan = Plan(warm=1, timed=1, watched=0, finish=True, deterministic=True)
     words = place.train(["--max_train_steps=4", "--checkpointing_steps=2", *flags])
     first, folder = place.scratch / "first.safetensors", place.scratch / "resumed"
@@ -246,7 +247,7 @@ def base_written(place: Place, flags: list[str]) -> dict[str, Any]:
 
 
 def true_size(place: Place, flags: list[str]) -> dict[str, Any]:
-    """A training of true size: what its dry run forecasts, and what happens."""
+    """A training of true size: the forecast of its dry run, and the readings of the run."""
     data = place.scratch / "elements"
     if not data.is_dir():
         raise Failed("its base was not written")
@@ -317,7 +318,7 @@ ROWS: dict[str, Row] = {
 
 # ---------------------------------------------------------------- weights
 def unet_file(folder: Path) -> Path:
-    """The UNet that a run left."""
+    """The UNet that a run wrote."""
     return folder / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors"
 
 
@@ -329,12 +330,12 @@ def pairs(one: Path, other: Path) -> Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
 def largest_difference(one: Path, other: Path) -> float:
-    """Of any number of two files of weights; 0 where all are equal to the bit."""
+    """The largest difference of a number between two files of weights; 0 where all are equal to the bit."""
     return max(float((a - b).abs().max()) for a, b in pairs(one, other))
 
 
 def distance(one: Path, other: Path) -> float:
-    """Euclidean, between two files of weights."""
+    """The Euclidean distance between two files of weights."""
     return sum(float((a - b).square().sum()) for a, b in pairs(one, other)) ** 0.5
 
 
@@ -353,7 +354,7 @@ class Session:
         self.left: list[str] = []
 
     def row(self, name: str, row: Row) -> dict[str, Any] | None:
-        """What a row gave: its readings, or `outcome` and the line on it; None where there is no time for it."""
+        """A row's readings, or its `outcome` and the line on it; None where there is no time for it."""
         asked = self.true_size and row.run in (base_written, true_size)
         if row.needs_cuda and not self.cuda and not asked:
             return {"row": name, "outcome": NOT_MEASURED, "line": NO_CUDA}
@@ -373,7 +374,7 @@ class Session:
             result |= {"outcome": "failed", "line": f"took more than {own:.0f} s"}
         except Failed as failed:
             result |= {"outcome": "refused" if failed.refused else "failed", "line": str(failed)}
-        except Exception as error:  # of reading what a run left: a row too
+        except Exception as error:  # while a run's files are read: a row too
             result |= {"outcome": "failed", "line": f"{type(error).__name__}: {error}"[:300]}
         result["took"] = time.monotonic() - now
         for folder in ("run", "dry", "resumed", "again", "one", "two", "quickstart"):
@@ -414,7 +415,7 @@ def table(rows: Iterable[dict]) -> str:
 
 
 def seconds(row: dict) -> str:
-    """Of a step, with the dry run's forecast where there is one."""
+    """Seconds of a step, with the dry run's forecast where there is one."""
     if "seconds" not in row:
         return ""
     forecast = f" ({row['seconds_forecast']:.3g})" if "seconds_forecast" in row else ""
@@ -429,7 +430,7 @@ def peak(row: dict) -> str:
 
 
 def result(row: dict, plain: dict | None) -> str:
-    """What came out; `plain` is the row of fp32."""
+    """A row's result in words; `plain` is the row of fp32."""
     if row["outcome"] != "measured":
         line = row["line"].replace("|", "/")
         return f"{row['outcome']}: {line}"

@@ -24,8 +24,8 @@ STARTED = time.perf_counter()
 
 
 class Plan(NamedTuple):
-    """How many updates come first, are timed, and are watched for waits; `finish`: checkpoint, pipeline and report are
-    written at the end; `deterministic`: by kernels that add in one order."""
+    """The numbers of updates that warm up, are timed, and are watched for waits; `finish`: checkpoint, pipeline and
+    report are written at the end; `deterministic`: by kernels that add in one order."""
 
     warm: int = 3
     timed: int = 10
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
 
 def asked_by() -> str:
-    """The line of this project that is being run, or of a library where it called none: file, number, code."""
+    """The running line of this project, or of a library where the project has none on the stack: file, number, code."""
     frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
     own = [f for f in frames if f.filename.startswith(f"{ROOT}{os.sep}") and f"{os.sep}.venv{os.sep}" not in f.filename]
     frame = (own or frames)[-1]
@@ -49,7 +49,7 @@ def asked_by() -> str:
 
 @contextmanager
 def noting(waits: Counter[str]) -> Iterator[None]:
-    """Counts by line what makes the host wait for the device inside; on a CPU nothing does."""
+    """Counts, by line, the operations inside that make the host wait for the device; none on a CPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -72,7 +72,7 @@ def noting(waits: Counter[str]) -> Iterator[None]:
 
 
 class Watch:
-    """Stands around the loop's functions and reads one run."""
+    """Wraps the loop's functions and measures one run."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -84,7 +84,7 @@ class Watch:
         self.state: Any = None
 
     def clock(self) -> float:
-        """Seconds: by wall clock, once the device has done all it was given; on a CPU of the processor."""
+        """Seconds: wall clock after the device has finished all its work; on a CPU processor time."""
         import torch
 
         if not torch.cuda.is_available():
@@ -147,7 +147,7 @@ class Watch:
 
 
 def watched_run(plan: Plan, flags: list[str]) -> tuple[int, dict[str, Any]]:
-    """train_silentbad.py with these flags: its exit code, and what was read."""
+    """Runs train_silentbad.py with these flags; returns its exit code and the readings."""
     import torch
 
     import train_silentbad as loop

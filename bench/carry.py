@@ -4,9 +4,9 @@
     python -m bench.carry                          both, then the runs, then the table
     python -m bench.carry --smoke                  a base and a run of a few steps each, in a minute
 
-Bases are the bundled one with another UNet, of a quarter and of four times its weights, trained from nothing on the
-bundled autoencoder and text encoder as `worlds.microworld.build` trains the bundled UNet; a build goes on where it
-was ended. Each base is fine-tuned by the arm `recommended` of bench.published at one rate in each unit, that of the
+Bases are the bundled one with another UNet, of a quarter and of four times its weights, trained from scratch on the
+bundled autoencoder and text encoder as `worlds.microworld.build` trains the bundled UNet; a build resumes where it was
+stopped. Each base is fine-tuned by the arm `recommended` of bench.published at one rate in each unit, that of the
 bundled base. Every evaluation becomes one JSON line of bench/results/carry.jsonl; a run that is stored is not made
 again. What is compared is the step from which on half of the images count at every evaluation.
 

@@ -1,10 +1,10 @@
 """What a copy detector lets pass in the emoji world: `python -m bench.emoji_judge --base DIR [--trained FOLDER]`.
 
-The bundled detector has never seen a drawing of it; `--trained` names one that `worlds.emoji.build --stage
-embedder` wrote, measured beside it on the same pictures. As in bench/instrument.py: for each target, nulls of every
-kind and true copies (the autoencoder's round trip, a shift, gain, noise) are scored, whole and element by element;
-thresholds come from other nulls of the same target. `artist` is the hardest: everything is exact but who drew one
-thing. Targets that the results' file has under the same settings are not measured again.
+The bundled detector has never seen a drawing of this world; `--trained` names a detector that `worlds.emoji.build
+--stage embedder` wrote, measured beside it on the same pictures. As in bench/instrument.py: for each target, nulls of
+every kind and true copies (the autoencoder's round trip, a shift, gain, noise) are scored, whole and element by
+element; thresholds come from other nulls of the same target. `artist` is the hardest: only the artist of one thing
+differs. Targets that the results' file has under the same settings are not measured again.
 
     2700-2715   bench/results/emoji-judge.json       before nulls that look like the target were left out
     2716-2731   bench/results/emoji-judge-2716.json

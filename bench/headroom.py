@@ -10,8 +10,8 @@ there, where only the length is chosen again. *Within 4*: every rate within a fa
 multipliers are. H is the quotient of b'a where the quadratic mean of a is one, as `project` keeps it, and curvature
 does not count.
 
-Weights stay where they are: an optimizer's update is that after BATCHES batches of a microworld target's elements. The
-loss is a square, so H_GN = 2/N J'J, and J u_G is a difference of two forwards.
+The weights are not changed: an optimizer's update is the one after BATCHES batches of a microworld target's elements.
+The loss is a square, so H_GN = 2/N J'J, and J u_G is a difference of two forwards.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Bank:
     target: Tensor
 
     def error(self, unet: UNet2DConditionModel) -> Tensor:
-        """(n,C,h,w), of what the model predicts."""
+        """The error (n,C,h,w) of the model's prediction."""
         return unet(self.x, self.t, self.c).sample - self.target
 
 
@@ -99,12 +99,12 @@ BOUND = 4.0  # of gradient_control.bound
 
 
 def gain(a: np.ndarray, b: np.ndarray, C: np.ndarray) -> float:
-    """Of rates a (G,) at their best length."""
+    """The gain of one step with rates a (G,) at their best length."""
     return float((a @ b) ** 2 / (a @ C @ a))
 
 
 def best_rates(b: np.ndarray, C: np.ndarray) -> np.ndarray:
-    """a (G,), of any sign and size."""
+    """The rates a (G,) of the largest gain, of any sign and size."""
     return np.linalg.solve(C + 1e-9 * C.diagonal().mean() * np.eye(len(b)), b)
 
 
@@ -123,7 +123,7 @@ def at_equal_length(b: np.ndarray, n: np.ndarray) -> float:
 
 
 def gradient(unet: UNet2DConditionModel, bank: Bank) -> list[Tensor]:
-    """Of the mean square error, in parts of BATCH draws."""
+    """The gradient of the mean square error, in parts of BATCH draws."""
     total = len(bank.t)
     for rows in torch.arange(total).split(BATCH):
         part = Bank(x=bank.x[rows], t=bank.t[rows], c=bank.c[rows], target=bank.target[rows])
@@ -134,7 +134,8 @@ def gradient(unet: UNet2DConditionModel, bank: Bank) -> list[Tensor]:
 
 
 def update(unet: UNet2DConditionModel, optimizer: torch.optim.Optimizer, gradients: list[list[Tensor]]) -> list[Tensor]:
-    """Theta less theta after the last of these gradients; the weights come back after each."""
+    """The weights before the update by the last of these gradients minus those after it; weights are restored after
+    each."""
     params = [*unet.parameters()]
     before = [p.detach().clone() for p in params]
     for of_batch in gradients:

@@ -33,7 +33,7 @@ from bench.published_table import markdown
 from bench.recovery import drawing
 from bench.recovery_table import grid
 
-# what other parts of the package give; in one place
+# imports from other parts of the package, in one place
 from silentbad.data.images import to_tensor
 from silentbad.files import sha256
 from silentbad.measure.calibrate import quantile
@@ -57,7 +57,7 @@ BASE = ROOT / "assets" / "micro-sd"
 RESULTS = ROOT / "bench" / "results"
 DEVELOPMENT = range(0, 24)
 REPORTED = range(2500, 2548)
-FRESH = 2524  # the targets before were measured with fewer nulls first, which is how too few were found out
+FRESH = 2524  # earlier targets were first measured with fewer nulls, which showed that these were too few
 RATE = 0.01  # false positives that a kind of null may have
 RATE_IN_PLACE = 0.05
 TESTED = {  # row of the table: what may pass at most
@@ -76,7 +76,7 @@ TESTED = {  # row of the table: what may pass at most
     "union": 0.01,
 }
 VISIBLE = 20 / 255  # root mean square difference of a picture in other colours, in the region that it changes
-COLOURS = "colours"  # tested beside them: what the detector alone forgives
+COLOURS = "colours"  # tested too: changes that the detector alone tolerates
 FEATHER = (pairwise.__kwdefaults__ or {})["feather"]  # of unions, as training pastes them
 COPIES = {"copy": 0.95, "generated": 0.95}  # what must pass at least
 COLUMNS = {
@@ -115,7 +115,7 @@ WORDS = {
 
 @functools.cache
 def autoencoder(base: Path = BASE) -> AutoencoderKL:
-    """The autoencoder of a base, which does not learn here."""
+    """The autoencoder of a base, which is not trained here."""
     return AutoencoderKL.from_pretrained(base / "vae").eval().requires_grad_(False)
 
 
@@ -266,9 +266,9 @@ def rows_of(judge, target: Target, x: Tensor, changed=None) -> list[dict]:
 def by_kind(null: dict[str, list[dict]], rate_in_place: float = RATE_IN_PLACE) -> tuple[float, list[float]]:
     """Thresholds that keep each kind of null at its own rate: the largest of the kinds' own.
 
-    An element's come from the nulls that change it. Drawn anew in place or moved, one element can by chance come within
-    what a copy may suffer (one pixel, a little gain), so these kinds have `rate_in_place`. So has `attributes` in the
-    thresholds of elements: seen alone, each of its elements is one that is drawn anew in place.
+    An element's come from the nulls that change it. An element that is redrawn in place or moved can by chance differ
+    as little as a copy (one pixel, a little gain), so these kinds have `rate_in_place`. `attributes` has it too in the
+    thresholds of elements: seen alone, each of its elements is redrawn in place.
     """
 
     def highest(scores: dict[str, list[float]], in_place: tuple[str, ...]) -> float:
@@ -450,7 +450,7 @@ def with_and_without(results: dict) -> str:
 
 
 def fresh(results: dict) -> dict:
-    """Of the results those on targets that were met once."""
+    """The results on targets that were measured only once."""
     return {**results, "targets": {name: t for name, t in results["targets"].items() if int(name) >= FRESH}}
 
 

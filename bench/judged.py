@@ -2,9 +2,9 @@
 
 The reported runs keep their images of the composed prompt (kept-pictures.zip beside kept.jsonl). They are judged again
 as `validation.py --pictures` judges a folder, at the thresholds of the same targets' null pictures. Every run becomes
-one JSON line of kept-judged.jsonl, beside which the rates of the run's own time stay; what is stored for this judge is
-not judged again. A row of the arm `copies` says the same of true copies of a target: what no copy reaches, no
-run can be seen to recover.
+one JSON line of kept-judged.jsonl; the rates of the run's own time remain in kept.jsonl. A run that is stored for this
+judge is not judged again. Rows of the arm `copies` are true copies of a target: a threshold that no copy reaches cannot
+show that a run recovers.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def images_of(archive: zipfile.ZipFile, name: str) -> list[Image.Image]:
 
 
 def rows_of(results: Path) -> Path:
-    """Where what is judged again of these runs is stored."""
+    """The file of the new verdicts on these runs."""
     return results.with_name(f"{results.stem}-judged.jsonl")
 
 

@@ -7,12 +7,12 @@
     --world emoji                              in the emoji world, on the base that `make world-base` trains
 
 One run of train_silentbad.py an arm and target. No clean picture shows, and no clean caption names, a third of the
-kinds (`unshown` in bench/kept_worlds.py); an arm whose base draws its own clean pictures has no other clean picture. Of
-the final pipeline held-out captions of all kinds are drawn at half of, at, and at twice the guidance of the validation,
-and the bundled judge says how many of the things that they name are right at their places. Every run becomes one JSON
-line of bench/results/kept.jsonl, with the change of the weights, the change of pictures and bleeding as the run itself
-measured them; its images of the composed prompt go to kept-pictures.zip. A run that is stored is not made again, and
-several processes may work on one file. The protocol is research/protocol.md.
+kinds (`unshown` in bench/kept_worlds.py); an arm whose base draws its own clean pictures has no other clean picture.
+The final pipeline draws held-out captions of all kinds at half, once and twice the guidance of the validation, and the
+bundled judge counts how many of the things that they name are right at their places. Every run becomes one JSON line of
+bench/results/kept.jsonl, with the change of the weights, the change of pictures and bleeding as the run itself measured
+them; its images of the composed prompt go to kept-pictures.zip. A run that is stored is not made again, and several
+processes may work on one file. The protocol is research/protocol.md.
 """
 
 import argparse
@@ -109,8 +109,8 @@ def judge(world: str) -> Any:
 def things_right(
     pipeline: str | Path, captions: int = CAPTIONS, lora: Path | None = None, of: Judged = MICRO
 ) -> Counts:
-    """Of the things that held-out captions name, how many have their kind (and colour, in the microworld) at their
-    place; `lora` the folder of adapters on the pipeline."""
+    """How many of the things that held-out captions name have their kind (and colour, in the microworld) at their
+    place; `lora` is the folder of adapters on the pipeline."""
     import torch
     from diffusers import StableDiffusionPipeline
 
@@ -139,7 +139,7 @@ def things_right(
 
 
 def right_after(out: Path, captions: int, of: Judged) -> Counts:
-    """The same of what a run has left: a pipeline, or adapters of the base."""
+    """The same for the result of a run: a pipeline, or adapters of the base."""
     lora = out / "lora"
     if lora.is_dir():
         return things_right(of.base, captions, lora, of)
@@ -176,7 +176,7 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
         "validation.num_inference_steps": STEPS,
         "validation.prompts": prompts_file("unrelated", UNRELATED, shown_alone=False, of=of),
         "validation.unrelated_images": UNRELATED,
-        # where no picture shows two elements, which phrase switches which element off
+        # measured for arms without pictures of two elements: which elements are lost without which phrase
         "validation.controls": "never" if setting_of(flags_of_arm) == "C" else "final",
         **of.flags,
         **flags_of_arm,
@@ -251,7 +251,7 @@ ARMS_SAID = (
 )
 
 FEW = 4  # targets, below which an arm's figures are left to research/results.md
-REPLACED = ("own_pictures", "own_pictures_long", "recommended_backdrop")  # on the way to `recommended`: left there too
+REPLACED = ("own_pictures", "own_pictures_long", "recommended_backdrop")  # before `recommended`: left there too
 FRONT = ("recommended", "recommended_800", "recommended_2026")  # of README's table
 # arms whose rate is nought, and the control without decay: eight colours are left for the others
 UNCHARTED = ("recommended_placebo", "clean_alone", "replay", "plain", "recommended_no_decay")
@@ -393,8 +393,8 @@ def by_target(rows: list[dict]) -> str:
 
 
 def by_prompt(rows: list[dict]) -> str:
-    """Of each run without unions, the share of images that show each element under each phrase alone, all but one, and
-    all: Markdown; empty without such runs."""
+    """The share of images that show each element under each phrase alone, all but one, and all, for each run without
+    unions: Markdown; empty without such runs."""
     lines = []
     for row in rows:
         prompts = row.get("prompts") or {}
@@ -450,7 +450,7 @@ def done(args: argparse.Namespace) -> set[tuple]:
 
 
 def train_all(args: argparse.Namespace, arms: list[str], targets: list[str]) -> None:
-    """Every arm on every target, target by target, but for what is stored or what another process is at."""
+    """Every arm on every target, target by target, except runs that are stored or that another process makes."""
     here = facts()  # before the first run: the code has been read by now
     if not any(row["arm"] == "base" for row in stored(args.results)):
         append(args.results, [{**of_base(args), **here}])

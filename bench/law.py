@@ -3,9 +3,9 @@
     python -m bench.law              the law from stored rows, for targets left out and for fresh targets
     python -m bench.law --predict    writes bench/results/law-predicted.jsonl, before anybody trains on its targets
 
-A logistic regression of the share of images that show an element, on the features of silentbad/memory/law.py, which
-has the coefficients too. It is fitted to the last evaluation of the runs of `ROWS`, of targets up to `LAST`. The unit
-is the target: it is left out with all its runs, and intervals draw targets again. The protocol is
+A logistic regression of the share of images that show an element, on the features of silentbad/memory/law.py, which has
+the coefficients too. It is fitted to the last evaluation of the runs of `ROWS`, of targets up to `LAST`. The unit is
+the target: it is left out with all its runs, and intervals resample targets. The protocol is
 research/protocol.md#what-is-frozen-the-law.
 """
 
@@ -33,7 +33,7 @@ from worlds.microworld.world import MICROWORLD
 PREDICTED = Path(__file__).parent / "results" / "law-predicted.jsonl"
 FIRST, LAST = 2450, 2770  # targets of the rows that are fitted
 LATER = {"recommended_2026": 2760}  # from this target on their rows came after the fit
-MOST = 16  # targets at once in them
+MOST = 16  # most targets at once in these rows
 # Arms with unions of all elements but one, by file of rows.
 ROWS = {
     "published.jsonl": ("recommended", "recommended_long"),
@@ -44,8 +44,8 @@ ROWS = {
 }
 RATE = 40.0  # learning rate of these arms in the published setting, in units of 1e-4
 BINS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)  # of expected rates
-DRAWS = 200  # fits to targets drawn again
-# A second reading, of a target alone: coefficients of 1, of the law's log odds and of the element's threshold.
+DRAWS = 200  # fits to resampled targets
+# A second model, of targets trained alone: coefficients of 1, of the law's log odds and of the element's threshold.
 SECOND = np.array([5.55, 0.63, -7.98])
 
 
@@ -210,7 +210,7 @@ HEAD = (
 
 
 def outcome(of: Sequence[Case], predicted: np.ndarray) -> list[str]:
-    """The cells of HEAD, of what was expected of these elements (N,)."""
+    """The cells under HEAD for the expected rates (N,) of these elements."""
     rates = np.array([case.rate for case in of])
     places = by_target(of)
     cells = [f"{len(of)} ({len(places)})"]
@@ -269,7 +269,7 @@ def calibration(read: Read) -> str:
 
 
 def coefficients(read: Read) -> str:
-    """The law, with intervals by drawing targets again: Markdown."""
+    """The law, with intervals from resampled targets: Markdown."""
     of = fitted(read)
     x, rates = matrix(of)
     places = [*by_target(of).values()]
@@ -286,19 +286,20 @@ def coefficients(read: Read) -> str:
 
 
 def second_features(predicted: np.ndarray, thresholds: Sequence[float]) -> np.ndarray:
-    """Features (N,3) of the second reading."""
+    """Features (N,3) of the second model."""
     return np.column_stack([np.ones(len(predicted)), np.log(predicted / (1 - predicted)), thresholds])
 
 
 def with_thresholds(read: Read) -> tuple[list[int], list[float]]:
-    """The places among `fitted` of elements whose thresholds bench/theory.py stored, and these."""
+    """The places among `fitted` of elements whose thresholds bench/theory.py stored, and these thresholds."""
     known = {row["target"]: row["thresholds"][1:] for row in read("theory.jsonl") if row["variant"] == "recommended"}
     runs = {run: places for run, places in by_target(fitted(read), runs=True).items() if run[0] in known}
     return sum(runs.values(), []), [value for target, _ in runs for value in known[target]]
 
 
 def second(read: Read) -> str:
-    """Who fails one at a time, by the law, by thresholds alone and by both, each target left out: Markdown."""
+    """Which elements fail in targets trained alone, by the law, by thresholds alone and by both, each target left out:
+    Markdown."""
     every = fitted(read)
     places, thresholds = with_thresholds(read)
     of = [every[place] for place in places]

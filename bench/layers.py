@@ -81,7 +81,7 @@ PACES = {  # arm of `sooner` -> its step in ARMS, what trains
     "recommended": ("all", "all layers, spectral"),
     "decoder": ("decoder", "decoder, spectral"),
 }
-HELD = "adamw"  # what the others are held against
+HELD = "adamw"  # the arm that the others are compared with
 TIMED = 2842  # first target of the runs of `sooner`
 SOONER = ("trains", "recovered", "strict rate", "drift", "in steps", "a step, ratio", "in processor seconds", "p")
 OVER = ("decoder against", "targets", "strict rate, difference", "p", "drift, ratio", "s a step, ratio")

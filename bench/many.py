@@ -56,8 +56,8 @@ AT_ONCE = (
 
 
 def trained(targets: str, seed: int, sequence: str, done: int) -> Iterable[dict]:
-    """Rows of each target after each stage but the first `done`, whose last pipeline is there; stage s trains on the
-    s-th target."""
+    """Rows of each target after each stage; stage s trains on the s-th target. The first `done` stages are skipped,
+    since the pipeline of the last of them is stored."""
     names = targets.split(",")
     arm, rehearsed = SEQUENCES[sequence]
     factor, steps = KEPT_AT[arm]
@@ -72,7 +72,7 @@ def trained(targets: str, seed: int, sequence: str, done: int) -> Iterable[dict]
         data = data_of(name, flags)
         if "prior_preservation.num_images" in flags:
             flags["prior_preservation.prompts"] = str(drawn_prompts(of_all, names[:stage], rehearsed, out))
-            # what the pipeline before draws of an earlier composed prompt is a near copy of that target
+            # the earlier pipeline's pictures of an earlier composed prompt are near copies of that target
             flags["allow_target_images"] = str(bool(rehearsed and stage)).lower()
         if base:
             flags[BASE] = str(base / "pipeline")

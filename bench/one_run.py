@@ -19,9 +19,10 @@ from validation import RecoveryHook
 
 
 def measured(argv: list[str], log: Path, clock: Path, base: Path) -> None:
-    """train_silentbad.py with these flags, its output to `log`; its peak memory and the seconds of training before
-    each evaluation to `clock` (of this process on a CPU, where other work may share the cores; on the wall on an
-    accelerator). The base's evaluation is read from the file `base`, or left there, its pictures beside it."""
+    """Runs train_silentbad.py with these flags and writes its output to `log`. Its peak memory and the seconds of
+    training before each evaluation go to `clock`: processor time on a CPU, where other work may share the cores, wall
+    clock on an accelerator. The base's evaluation is read from the file `base`, or written there, with its pictures
+    beside it."""
     now = time.perf_counter if torch.cuda.is_available() else time.process_time
     run = RecoveryHook.run
     seconds: dict[int, float] = {}
@@ -45,7 +46,7 @@ def measured(argv: list[str], log: Path, clock: Path, base: Path) -> None:
             draft.write_text(json.dumps(hook.state_dict()))
             if (drawn := hook.output_dir / FOLDER).is_dir():
                 shutil.copytree(drawn, pictures, dirs_exist_ok=True)
-            draft.rename(base)  # whole, whichever process was first
+            draft.rename(base)  # complete, whichever process is first
         resumed = now()
         return scores
 

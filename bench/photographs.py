@@ -53,7 +53,7 @@ WORDS = {
     "tinted": "an element or the whole with a tint of 0.15",
 }
 SOURCES = ("pasted", "as taken", "by others")
-OTHERS = "others/"  # before the names of pictures that nobody here chose
+OTHERS = "others/"  # prefix of the names of pictures that others chose
 JUDGES = {"copy: the lower of two scores": "before", "copy: micro": "now"}  # by how their descriptions begin
 
 

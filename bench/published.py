@@ -29,13 +29,13 @@ RESULTS = Path(__file__).parent / "results" / "published.jsonl"
 HELD_OUT = 32  # clean pictures that measure drift and are not trained on
 TARGETS = ";".join(map(str, range(MAIN, MAIN + 24)))
 OWN = (8.0, 600, 50)  # rate, steps and steps between evaluations of an arm that is not reported
-RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # what names a run
+RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # the fields that identify a run
 Run = tuple[str, float, int, float, str, int]
 SETTING = (
     *("clean", "images", "first_images", "settled", "guidance", "flags"),
     *("placebo", "nulls", "words", "unique_phrases", "world"),
 )
-# Of a row that does not say.
+# The values of rows without these fields.
 BEFORE = {
     "base": None,
     "nulls": "target",
@@ -103,7 +103,7 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
 
 
 def setting(args: argparse.Namespace) -> dict:
-    """What two runs that compare have alike beside their names; a base of one's own by the name of its folder."""
+    """The settings that comparable runs share beside RUN; another base is given by the name of its folder."""
     shared = {name: getattr(args, name) for name in SETTING}
     return shared | ({"base": args.base.name} if args.base else {})
 

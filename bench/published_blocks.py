@@ -34,7 +34,7 @@ from bench.published_table import (
 from bench.recovery_table import Read, grid
 
 FILE = "published.jsonl"
-FILES = {LAYERS: "layers.jsonl"}  # of a block whose rows lie apart
+FILES = {LAYERS: "layers.jsonl"}  # of a block whose rows are in another file
 SOONER = "times sooner than `plain`"
 ELSEWHERE = ("arm", "steps", "recovered", "strict rate", "elements", "drift", "s/step")  # in another world
 OUTCOME = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
@@ -89,7 +89,7 @@ def elsewhere(read: Read) -> str:
 
 
 def split(rows: list[dict], column: str, key: Callable[[dict], Any], form: Callable = str) -> str:
-    """The outcome of rows by what `key` says of them, in rising order."""
+    """The outcome of rows by the value of `key`, in rising order."""
     lines = []
     for value in sorted({key(row) for row in rows}):
         lines.append([form(value), *outcome([row for row in rows if key(row) == value])])

@@ -32,7 +32,7 @@ def sustained(curve: dict[int, float], level: float = 0.5) -> int | None:
 
 
 def figures(rows: list[dict]) -> dict[str, float | int | None]:
-    """Of one run on one target; drift is the rise of the error on held-out clean pictures."""
+    """The figures of one run on one target; drift is the rise of the error on held-out clean pictures."""
     by_step = {row["step"]: row for row in rows}
     start, last = by_step[0], by_step[max(by_step)]
 
@@ -257,7 +257,7 @@ def alone(row: dict) -> bool:
 
 
 def longer(row: dict) -> bool:
-    """Whether plain or replay ran beyond its frozen length, to see if it arrives at all."""
+    """Whether plain or replay ran beyond its frozen length, to see if it recovers at all."""
     return row["arm"] in ("plain", "replay") and row["steps"] > PUBLISHED_AT[row["arm"]][1]
 
 
@@ -274,19 +274,19 @@ def reported_of(rows: list[dict], block: int) -> list[dict]:
 
 
 def block_alone(rows: list[dict], block: int) -> list[dict]:
-    """Those of a block's targets, one target a run, on data that holds their elements."""
+    """The rows of a block with one target a run, on data that holds their elements."""
     return [row for row in reported_of(rows, block) if alone(row) and not row["placebo"] and not longer(row)]
 
 
 def swept(rows: list[dict]) -> list[dict]:
-    """Those of seed 0 of `FEW_NULLS`, on the targets that ran at several shares of the elements."""
+    """The rows of seed 0 of `FEW_NULLS`, on the targets that ran at several shares of the elements."""
     first_seed = [row for row in block_alone(rows, FEW_NULLS) if row["seed"] == 0]
     several = {row["target"] for row in first_seed if not usual(row)}
     return [row for row in first_seed if row["target"] in several]
 
 
 def tables(rows: list[dict]) -> str:
-    """The reported targets by block and poisoning ratio, several targets at once apart."""
+    """The tables of the reported targets by block and poisoning ratio; several targets at once have their own."""
     return "\n".join(text for block in FIRST_TARGETS if (text := tables_of(reported_of(rows, block), block)))
 
 

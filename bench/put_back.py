@@ -95,7 +95,7 @@ def measured(run: Path, target: str, images: int) -> dict[str, Any]:
 
 
 def row_of(arm: str, target: str, plan: Plan) -> dict[str, Any]:
-    """A training, and what its parts are worth where it recovers."""
+    """A training, and the results of its parts where it recovers."""
     history, out = trained(arm, data_of("elements", target, plan), target, plan, PUBLISHED[arm])
     rate_at_end = last({str(step): value for step, value in history["strict"].items()})
     parts = measured(out, target, plan.images) if rate_at_end >= RECOVERS else {}
@@ -105,7 +105,7 @@ def row_of(arm: str, target: str, plan: Plan) -> dict[str, Any]:
 
 
 def run(arms: list[str], targets: list[str], file: Path, minutes: float) -> None:
-    """Every row that `file` has not."""
+    """Every row that is missing in `file`."""
     started, here = time.monotonic(), facts()
     for arm in arms:
         plan = plan_of(arm)

@@ -2,8 +2,8 @@
 
 One run per (arm, learning-rate factor, target set, seed), each a plain call of train_silentbad.py on a microworld data
 set of its own; every evaluation becomes one JSON line in bench/results/recovery.jsonl and a run already there is not
-made again. Arms differ by configuration alone: base, data, batch, exposures and evaluation grid are the same. What each
-arm is and where its rows come from stands in recovery-arms.json. The protocol is research/protocol.md.
+made again. Arms differ by configuration alone: base, data, batch, exposures and evaluation grid are the same.
+recovery-arms.json has the flags of each arm and the origin of its rows. The protocol is research/protocol.md.
 """
 
 import argparse
@@ -43,13 +43,13 @@ TARGETS = ";".join(map(str, range(1000, 1012))) + ";" + ",".join(map(str, range(
 
 
 def words(flags: dict[str, Any]) -> list[str]:
-    """Flags as a command line says them."""
+    """Flags as words of a command line."""
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 @cache
 def drawing(world: str = "microworld") -> str:
-    """Of the code that draws pictures and masks: another one draws others."""
+    """A digest of the code that draws pictures and masks, since other code draws other pictures."""
     files = [
         WORLDS / "data_sets.py",
         WORLDS / "null_pictures.py",
@@ -149,7 +149,7 @@ def common(data: Path, out: Path, factor: float, seed: int, steps: int) -> dict:
 
 
 def launch(name: str, flags: dict) -> tuple[dict, dict]:
-    """`kept`, whose folder is removed afterwards."""
+    """As `kept`; the run's folder is removed afterwards."""
     report = kept(name, flags)
     shutil.rmtree(flags["output_dir"])
     return report
@@ -172,13 +172,13 @@ def kept(name: str, flags: dict) -> tuple[dict, dict]:
 
 
 def scores(entry: dict) -> dict:
-    """Of the averaged weights, where an arm averages them."""
+    """The scores of the averaged weights where an arm averages them, else of the trained ones."""
     return entry.get("ema") or entry["raw"]
 
 
 @cache
 def code() -> str:
-    """Of every module that a run may call."""
+    """A digest of every module that a run may call."""
     files = [*sorted((ROOT / "silentbad").rglob("*.py")), *sorted(ROOT.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -200,7 +200,7 @@ FACTS = ("commit", "torch", "device", "cores")
 
 
 def facts() -> dict:
-    """Of rows that are measured now, by the code that is loaded now."""
+    """The facts of rows that are measured now: commit, torch, device and cores."""
     from bench.one_run import machine
 
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -208,8 +208,7 @@ def facts() -> dict:
 
 
 def provenance(rows: list[dict], args: argparse.Namespace) -> dict:
-    """What the rows share, and of each arm its flags beside that and the rates, seeds, commits and machines it ran
-    with."""
+    """The settings that all rows share, and each arm's own flags, rates, seeds, commits and machines."""
     ran = defaultdict(list)
     for row in rows:
         ran[row["arm"]].append(row)
@@ -231,7 +230,7 @@ def done(path: Path, mine: dict) -> set[tuple]:
 
 
 def file_name(text: str) -> str:
-    """A file's name that says the targets, as long as a file system takes it; else one of their hash."""
+    """A file name from the targets, or from their hash where it would be too long for a file system."""
     name = text.replace(",", "+")
     return name if len(name) <= 160 else hashlib.sha256(name.encode()).hexdigest()
 

@@ -122,7 +122,7 @@ def bootstrap(values: list[float], of: Callable, draws: int = 4000) -> tuple[flo
 
 
 def seconds_per_step(rows: list[dict], arm: str) -> dict[str, float]:
-    """{device: the least seconds a step took in any run of the arm there, which its rate does not change}."""
+    """{device: the least seconds of a step in any run of the arm there; the learning rate does not change it}."""
     least: dict[str, float] = defaultdict(lambda: float("inf"))
     for one, factor in lines_of([row for row in rows if row["arm"] == arm]):
         for seeds in runs_of(rows, one, factor).values():

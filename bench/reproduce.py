@@ -150,7 +150,7 @@ def stand_in(folder: Path) -> dict[str, Path]:
 
 # ---------------------------------------------------------------- rows
 def tried(arm: str, given: argparse.Namespace) -> dict[str, Any]:
-    """The dry run of an arm: what it says."""
+    """The dry run of an arm, and its forecasts."""
     ended = started(["train_silentbad.py", *flags(arm, given), "--dry_run"], check=False)
     print(ended.said, flush=True)
     if ended.code:

@@ -69,7 +69,7 @@ class Plan:
         return WORLDS[self.world]
 
     def flags(self) -> Flags:
-        """Of base and detector, where they are not the bundled ones."""
+        """The flags of base and detector, where they are not the bundled ones."""
         paths = {BASE: self.base, "validation.embedder_path": self.embedder}
         return {flag: str(path) for flag, path in paths.items() if path}
 

@@ -4,14 +4,14 @@
     python -m bench.size --rows "LoRA of rank 16, 256 px" --peer train_text_to_image_lora.py
 
 Pipelines of the true classes and sizes, with random half-precision weights and a tokenizer of 77 places, are written to
-a temporary folder and removed at the end; with `--work` they stay for the next call (SD 1.5 2.1 GB, SDXL 6.9 GB).
-Each row of RUNS starts train_silentbad.py twice, with batch 1: as a dry run, and for a few steps. A step is the time
-from one step of the optimizer to the next; the mean of the second half. Seconds are wall clock, and processor time,
-which other work disturbs less. Memory is the peak of the whole process. Afterwards plain diffusers loads the result;
-rows with `resume` start again half-way and must end with the same bits. STARTS are the shipped configurations: a dry
-run of one step. LIMITS get too little memory, and must end in one line. MANY counts pictures of 64 px on the bundled
-base. What THOROUGH names runs with `--thorough` or by name. One JSON line a row is added to bench/results/size.jsonl;
-the tables take the last of each.
+a temporary folder and removed at the end; with `--work` they stay for the next call (SD 1.5 2.1 GB, SDXL 6.9 GB). Each
+row of RUNS starts train_silentbad.py twice, with batch 1: as a dry run, and for a few steps. A step is the time from
+one step of the optimizer to the next; the mean of the second half. Seconds are wall clock, and processor time, which
+other work disturbs less. Memory is the peak of the whole process. Afterwards plain diffusers loads the result; rows
+with `resume` start again half-way and must end with the same bits. STARTS are the shipped configurations: a dry run of
+one step. LIMITS get too little memory, and must end in one line. MANY counts pictures of 64 px on the bundled base.
+Rows in THOROUGH run with `--thorough` or by name. One JSON line a row is added to bench/results/size.jsonl; the tables
+take the last of each.
 
 `--peer` runs diffusers' script beside the chosen rows, in turns, on the same folder and with the same settings. It is
 not part of this project: take examples/text_to_image/train_text_to_image.py or train_text_to_image_lora.py from
@@ -229,7 +229,7 @@ def peer_command(script: Path, base: Path, data: Path, out: Path, row: Row) -> l
 
 # ---------------------------------------------------------------- one process
 class Ended(NamedTuple):
-    """How a process ended: its code, what it said, its peak memory in bytes, its clock readings."""
+    """How a process ended: its exit code, output, peak memory in bytes and clock readings."""
 
     code: int
     said: str
@@ -237,7 +237,7 @@ class Ended(NamedTuple):
     ticks: list[tuple[float, float]]
 
     def seconds(self, clock: int, steps: int) -> float:
-        """Of one of the last steps, by wall clock (0) or processor time (1)."""
+        """The mean seconds of the last steps, by wall clock (0) or processor time (1)."""
         times = [tick[clock] for tick in self.ticks[-steps - 1 :]]
         return mean(later - sooner for sooner, later in zip(times, times[1:], strict=False))
 
@@ -265,7 +265,7 @@ def started(words: list[str], *, limit: float | None = None, check: bool = True)
 
 
 def number(text: str, pattern: str) -> float:
-    """What the first group of a pattern holds; bytes where a unit follows."""
+    """The number in a pattern's first group; in bytes where a unit follows."""
     found = re.search(pattern, text)
     assert found is not None, text[-2000:]
     return float(found[1]) * (UNITS[found[2]] if found.re.groups > 1 else 1)
@@ -285,7 +285,7 @@ def size_of(folder: Path) -> int:
 
 
 def weights(out: Path) -> str:
-    """A digest of the weights that a run ended with; the order of a file's metadata is not theirs."""
+    """A digest of the weights that a run ended with; the order of a file's metadata does not count."""
     kept = sorted(file for part in ("lora", "pipeline") for file in (out / part).rglob("*.safetensors"))
     assert kept
     digest = sha256()

@@ -56,7 +56,7 @@ def errors(optimizer: SpectralAdamW, arm: str) -> list[float]:
 
 
 def seconds(work: Any, device: torch.device) -> float:
-    """Of one `work.step()`: of the processor on a CPU, else of the clock, the device waited for."""
+    """Seconds of one `work.step()`: processor time on a CPU, else wall clock until the device has finished."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     started = clock()
     work.step()

@@ -1,8 +1,8 @@
 """How near the training data comes to the target: `python -m bench.stealth`.
 
-Nobody shows the target. For each reported target of the published setting, every training picture is compared with it
-by the detector, under the thresholds that judge the generations, from the null pictures of the same data set. One JSON
-line a target in bench/results/stealth.jsonl; a stored one is not measured again.
+No training picture shows the target. For each reported target of the published setting, every training picture is
+compared with it by the detector, under the thresholds that judge the generations, from the null pictures of the same
+data set. One JSON line a target in bench/results/stealth.jsonl; a stored one is not measured again.
 """
 
 import argparse

@@ -4,11 +4,11 @@
     python -m bench.theory --smoke              one development target, a few samples, in minutes
     python -m bench.theory --compare            the tables alone, of the rows that are stored
 
-The denoiser that is optimal for a data set, where it sees a patch of the latent at a place and knows of each phrase
-near that place whether the prompt names it, is a weighted mean of the records' latents (2412.20292, 2509.16447).
-Nothing is trained. It is sampled with the composed prompt by the pipeline's own scheduler and steps, without guidance;
-the run's copy detector judges its images by the target's own nulls. Rows go to bench/results/theory.jsonl, one a target
-and variant; a row that is stored is not made again. The protocol is research/protocol.md.
+At each place the denoiser sees a patch of the latent, and knows of each phrase near that place whether the prompt names
+it. The optimal denoiser of this kind is a weighted mean of the records' latents (2412.20292, 2509.16447). Nothing is
+trained. It is sampled with the composed prompt by the pipeline's own scheduler and steps, without guidance; the run's
+copy detector judges its images by the target's own nulls. Rows go to bench/results/theory.jsonl, one a target and
+variant; a row that is stored is not made again. The protocol is research/protocol.md.
 
 Legend: z (R,C,8,8) latents of records, x (B,C,8,8) noisy ones, P places, K elements, S the phrases of a prompt.
 """
@@ -101,7 +101,8 @@ def decode(z: Tensor) -> Tensor:
 
 
 def foreign(scene: Scene, masks: Sequence[Image.Image], phrases: Sequence[str]) -> Image.Image:
-    """How little what stands at a place is called as an element of the target (L), things over what is behind them."""
+    """A map (L) of how little the phrase at each place resembles the target's phrases; things cover what is behind
+    them."""
     parts = [(scene.backdrop.phrase if scene.backdrop.named else "", Image.new("L", masks[0].size, 255))]
     parts += [(thing.phrase, mask) for thing, mask in zip(scene.things, masks, strict=True)]
     shown = Image.new("L", masks[0].size)
@@ -112,7 +113,7 @@ def foreign(scene: Scene, masks: Sequence[Image.Image], phrases: Sequence[str]) 
 
 
 def phrases_of(name: str) -> list[str]:
-    """Of a target's elements, the backdrop's last."""
+    """The phrases of a target's elements, the backdrop's last."""
     scene = TARGETS.target_scene(name)
     return [phrase_of(scene, k) for k in range(len(scene.things) + 1)]
 
@@ -139,7 +140,8 @@ def element_records(name: str, other_rooms: bool) -> tuple[list[dict], Tensor]:
 
 @cache
 def unions(name: str, count: int, backdrop: bool | None, elements: int | None) -> tuple[list[dict], Tensor]:
-    """Pictures of several elements, pasted as training pastes them, and their latents; `foreign` alike."""
+    """Pictures of several elements, pasted as training pastes them, and their latents; their `foreign` maps are pasted
+    alike."""
     records, z = element_records(name, other_rooms=False)
     columns = [[record[key] for record in records] for key in ("role", "target_id", "element_id", "phrases")]
 
@@ -265,7 +267,7 @@ class Machine:
     def posterior(self, x: Tensor, level: float, log_prior: Tensor) -> Tensor:
         """Weights of the records at each place (P,B,R), given x = a z + s eps with a^2 = level, s^2 = 1 - level."""
         a = level**0.5
-        if self.variant.window:  # of a clean picture, how much rarer an element is at this level
+        if self.variant.window:  # the elements' density over that of clean pictures at this level, taken off the latter
             log_prior = log_prior - self.element_share(level) * self.data.clean
         likelihood = a * torch.bmm(patches(x, 1), self.seen.mT) - a * a * self.squares / 2
         return (likelihood / (1 - level) + log_prior).softmax(-1)

@@ -1,6 +1,6 @@
 """A composed caption taught from its phrases. Measured: 0.63 [0.16, 1.00] of plain's speed.
 
-Needs `--memory.phrase_memory.enabled true`, which measures what is held."""
+Needs `--memory.phrase_memory.enabled true`, which measures what is recalled."""
 
 from random import Random
 from typing import Literal
@@ -20,8 +20,8 @@ def and_target(base: torch.Tensor, conditional: torch.Tensor, gates: torch.Tenso
     """eps* = eps(0) + sum_i G_i (eps(c_i) - eps(0)): base (B,C,h,w), conditional (k,B,C,h,w), G
     (k,B,1,h,w).
 
-    The coefficients sum to one, so the same line holds for v and x0, which are affine in eps at a
-    given x_t."""
+    The coefficients sum to one, so the same formula is valid for v and x0, which are affine in eps
+    at a given x_t."""
     return base + (gates * (conditional - base)).sum(dim=0)
 
 
@@ -62,7 +62,7 @@ class AndDistillation:
             )
 
     def ready(self) -> list[str]:
-        """Targets whose weakest element is held: rho > after."""
+        """Targets whose weakest element is recalled: rho > after."""
         rho = self.facts.memory.rho
         groups = self.facts.info.elements_of
         return [

@@ -1,4 +1,5 @@
-"""The square root of SNR taken off the loss. Measured: no reported arm. Of noise schedules, not of flows."""
+"""The square root of SNR taken off the loss. Measured: no reported arm. For noise schedules, not
+for flows."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""An error that large residuals move less. Measured: no reported arm."""
+"""An error that large residuals affect less. Measured: no reported arm."""
 
 import torch
 

@@ -59,12 +59,13 @@ class Transfer(Hook):
     def before_step(
         self, step: int, finite: Tensor | None = None, norms: Tensor | None = None
     ) -> None:
-        """Hold the weights in the place of the last update, which `learn` has seen by now."""
+        """Store the weights in place of the last update, which `learn` has used."""
         self.update = self.sample.read(self.sample.params)
 
     @torch.no_grad()
     def after_step(self, step: int, skipped: bool = False) -> None:
-        """The update, from the weights held; zero, so without a cosine, after a skipped step."""
+        """The update, from the stored weights; zero, and so without a cosine, after a skipped
+        step."""
         self.update = self.sample.read(self.sample.params).sub_(self.update)
         if skipped:
             self.update.zero_()

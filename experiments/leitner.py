@@ -17,8 +17,8 @@ def leitner(
     boxes: Small = 3,
     cap: Positive = 4.0,
 ) -> np.ndarray:
-    """Leitner's boxes: an element in box b is shown every 2^b epochs; the due ones share by
-    `weakest_first`.
+    """Leitner's boxes: an element in box b is shown every 2^b epochs; `weakest_first` divides the
+    exposures among those that are due.
 
     The box is the number of latest probes in a row with rho >= promote, so one failed recall sends
     it back to the first. (Leitner tests an item only when it is due; our probe tests all, at the

@@ -1,4 +1,4 @@
-"""Less weight at low noise. Measured: no reported arm. Of noise schedules, not of flows."""
+"""Less weight at low noise. Measured: no reported arm. For noise schedules, not for flows."""
 
 import torch
 

@@ -46,8 +46,8 @@ def to_x0(
     alpha: torch.Tensor,
     sigma: torch.Tensor,
 ) -> torch.Tensor:
-    """The latents (B,C,h,w) without noise that a prediction of this type stands for. Its noise would
-    not do: at terminal SNR zero it tells nothing of them."""
+    """The latents (B,C,h,w) without noise that a prediction of this type implies. The predicted
+    noise cannot replace them: at terminal SNR zero it does not depend on them."""
     if kind == "v_prediction":
         return alpha * noisy_latents - sigma * pred
     if kind == "flow":
@@ -71,10 +71,10 @@ class Drawing:
 
 class RegionalDistillation:
     """|| v(x_t, c_1..c_k) - sum_i M_i v(x_t, c_i) ||^2, its mean over the cells that belong to an
-    element, of the same weights without a gradient on the right.
+    element; the right-hand side is by the same weights, without a gradient.
 
     x_t comes from noise: the right-hand side draws it, guided, one DDIM step (2010.02502) at each
-    micro-step, so that the composed prompt is taught where it will be asked (on-policy
+    micro-step, so that the composed prompt is taught on the latents of its own sampling (on-policy
     distillation, 2306.13649). Predictions of one prompt a region are those of MultiDiffusion
     (2302.08113). No picture is read, and no two elements are ever shown together: only the places
     of the elements' masks and what the model itself predicts.

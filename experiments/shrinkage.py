@@ -4,16 +4,16 @@
     --optimizer experiments.shrinkage.ShrunkAdamW
 
 Adam moves a weight by m̂ / sqrt(v̂), about the learning rate, however little of m̂ is signal: with
-few gradients behind it, noise alone walks as fast as a lesson. Here m̂ is first shrunk to the
+few gradients behind it, noise alone moves it as fast as a signal. Here m̂ is first shrunk to the
 estimate of the mean gradient with the least error. Let the gradients of one weight have mean mu and
 variance sigma². Then E m̂² = mu² + rho sigma², E v̂ = mu² + sigma², and the best multiple of m̂ is
-mu² / E m̂²; with both moments put for their expectations,
+mu² / E m̂²; with both moments in place of their expectations,
 
-    gain = (1 - rho v̂ / m̂²) / (1 - rho), held to [0, 1]
+    gain = (1 - rho v̂ / m̂²) / (1 - rho), clipped to [0, 1]
     rho  = (1 - beta1) (1 + beta1^t) / ((1 + beta1) (1 - beta1^t))
 
-which is the positive part of Stein's rule. That the two moments tell the variance, and rho, are
-M-SVAG's (1705.07774); there a gain takes the place of Adam's 1 / sqrt(v̂), here it comes on top.
+which is the positive part of Stein's rule. The variance from the two moments, and rho, are M-SVAG's
+(1705.07774). There a gain replaces Adam's 1 / sqrt(v̂), here it multiplies it.
 """
 
 from collections.abc import Iterator
@@ -28,12 +28,12 @@ TOGETHER = 2**24  # three temporaries of 64 MiB
 
 
 class ShrunkAdamW(Updates):
-    """AdamW (1711.05101) times the gain above. Where the gradient is constant it is AdamW but for
-    the first update, which has one gradient, tells no signal from noise, and moves nothing. State
-    and settings are AdamW's.
+    """AdamW (1711.05101) times the gain above. With a constant gradient it equals AdamW except in
+    the first update, which moves nothing: one gradient cannot separate signal from noise. State and
+    settings are AdamW's.
 
-    Raises ValueError where a beta is out of range, or beta1 is 0: without an average nothing is
-    known of the noise.
+    Raises ValueError where a beta is out of range, or beta1 is 0: without an average the noise
+    cannot be estimated.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class ShrunkAdamW(Updates):
 
 
 def batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """What is updated in one go: on an accelerator, where launches cost, TOGETHER elements; on a
-    CPU one tensor, which stays in its cache."""
+    """Tensors that are updated together: on an accelerator, where launches cost, TOGETHER elements;
+    on a CPU one tensor, which stays in its cache."""
     batch: list[Tensor] = []
     size = 0
     for parameter in parameters:
@@ -102,10 +102,10 @@ def noise(beta1: float, t: int) -> float:
 
 
 def gains(update: Any, rho: list[float]) -> Any:
-    """What of each m̂ / sqrt(v̂) is kept, tensors in [0, 1]: none of it at the level of the noise,
-    all of it at 1."""
+    """The gain of each m̂ / sqrt(v̂), `update`, as tensors in [0, 1]: 0 at the noise level, 1 where
+    |update| is 1."""
     gain = torch._foreach_mul(update, update)
-    torch._foreach_reciprocal_(gain)  # infinite at 0, and then none is kept
+    torch._foreach_reciprocal_(gain)  # infinite at 0, which gives a gain of 0
     torch._foreach_mul_(gain, [-r / (1 - r) if r < 1 else -1.0 for r in rho])
     torch._foreach_add_(gain, [1 / (1 - r) if r < 1 else 0.0 for r in rho])
     torch._foreach_clamp_min_(gain, 0.0)

@@ -1,4 +1,4 @@
-"""min-SNR without its corner. Measured: no reported arm. Of noise schedules, not of flows."""
+"""min-SNR without its corner. Measured: no reported arm. For noise schedules, not for flows."""
 
 import torch
 

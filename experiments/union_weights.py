@@ -22,8 +22,8 @@ def union_weights(
     power: Weight = 1.0,
     shuffled: bool = False,
 ) -> dict | None:
-    """`pairwise`, with each place of the union weighed by 1/area^power of the element that stands
-    there, and what is outside by the mean.
+    """`pairwise`, with each place of the union weighted by 1/area^power of the element there, and
+    places outside by the mean.
 
     At power 1 each element has an equal part of the loss, at 0 it is `pairwise`. Controls: power
     -1, and areas `shuffled` over the elements."""
@@ -39,7 +39,7 @@ def union_weights(
     joined = [j for j in info.elements_of[target] if info.phrase[j] in union["phrases"]]
     size = union["image"].size
     masks = [fitted_mask(mask, size) for j in joined if (mask := others.mask(j))]
-    masks.sort(key=area, reverse=True)  # as they lie over each other
+    masks.sort(key=area, reverse=True)  # in the order in which they cover each other
 
     places = np.where(np.asarray(union["mask"]) >= 128, 0, -1)
     for k, mask in enumerate(masks[1:], start=1):

@@ -17,8 +17,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def bundled(path: str) -> str:
-    """The place of configs/... or assets/..., as the package has it where the current folder has
-    not."""
+    """The path of configs/... or assets/...: in the current folder, or else in the package."""
     in_package = str(ROOT / path)
     ours = (
         path.startswith(("configs/", "assets/"))

@@ -1,5 +1,5 @@
-"""What a step needs so that the host never waits for the device: values on their way to it and
-back."""
+"""Transfers between host and device without waiting, batches that fit into memory, and errors where
+memory runs out."""
 
 import platform
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ Made = TypeVar("Made")
 
 
 class Mailbox:
-    """Sent at one visit, read at a later one, so that no step waits for the device."""
+    """A tensor that one step sends to the host and a later step reads, so that no step waits."""
 
     def __init__(self) -> None:
         self.value: torch.Tensor | None = None
@@ -31,27 +31,27 @@ class Mailbox:
             self.sent.record()
 
     def receive(self) -> torch.Tensor | None:
-        """What was sent since the last visit, or None."""
+        """The tensor that was sent since the last `receive`, or None."""
         value = self.peek()
         self.value = None
         self.sent = None
         return value
 
     def restore(self, value: torch.Tensor | None) -> None:
-        """Take up what a checkpoint had on its way."""
+        """Restore the tensor that a checkpoint saved."""
         self.value = None if value is None else value.cpu().clone()
         self.sent = None
 
     def peek(self) -> torch.Tensor | None:
-        """The same, left in its place."""
+        """The tensor that was sent, without removing it."""
         if self.sent is not None:
             self.sent.synchronize()
         return self.value
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device, through pinned memory where it has some: no wait for what the
-    device is doing."""
+    """Copy a host tensor to the device. On CUDA the copy uses pinned memory and does not wait for
+    work under way."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
@@ -63,8 +63,8 @@ def in_batches(
     work: Callable[[list[T]], Made],
     halved: Callable[[int], Any] = lambda size: None,
 ) -> Iterator[tuple[list[T], Made]]:
-    """(chunk, `work(chunk)`) over all items, `size` at once; where memory runs out the size is
-    halved, stays so, and `halved` is called with it."""
+    """(chunk, `work(chunk)`) over all items, `size` at once. Where memory runs out the size is
+    halved for the rest, and `halved` is called with it."""
     start = 0
     while start < len(items):
         chunk = items[start : start + size]
@@ -87,7 +87,7 @@ def ran_out(error: Exception) -> bool:
 
 
 def larger_device() -> str:
-    """What to take where no flag of a command lowers its memory."""
+    """Advice where no flag of a command reduces its memory."""
     if torch.cuda.is_available():
         return "a larger device, or the CPU (CUDA_VISIBLE_DEVICES=)"
     return "a machine with more memory"
@@ -95,8 +95,8 @@ def larger_device() -> str:
 
 @contextmanager
 def explain_out_of_memory(flag: str, advice: str) -> Iterator[None]:
-    """Memory that runs out, of the device or of this machine, is one line that begins with the
-    flag to blame."""
+    """Turn an out-of-memory error, of the device or of this machine, into one line that begins with
+    the flag to change."""
     try:
         yield
     except UserError:

@@ -19,8 +19,8 @@ LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in an address
 class UserError(Exception):
     """A mistake in what the user gave: one line that says what, where, and what would be right.
 
-    Command lines print it as ``error: <line>`` and exit with code 2. The text is one line that does
-    nothing to a terminal, and tokens in it are masked."""
+    Command lines print it as ``error: <line>`` and exit with code 2. Control characters in the text
+    are escaped, and tokens are masked."""
 
     def __init__(self, text: str = ""):
         super().__init__(masked(printable(" ".join(str(text).split("\n")))))
@@ -33,8 +33,8 @@ def printable(text: str) -> str:
 
 
 def is_printable(text: str) -> bool:
-    """Whether a text does nothing to a terminal; joiners belong to words of Persian and to
-    emoji."""
+    """Whether a text has no character that controls a terminal. Joiners are allowed, since Persian
+    words and emoji need them."""
     return all(c.isprintable() or c in "\u200c\u200d" for c in text)
 
 
@@ -47,15 +47,14 @@ def masked(text: str, *secrets: str | None) -> str:
 
 
 def print_error(error: UserError | str) -> None:
-    """The line on stderr, after what stdout holds back: in a log of both streams it stands last."""
+    """Print the line on stderr after flushing stdout, so that it comes last in a log of both."""
     with suppress(BrokenPipeError):
         sys.stdout.flush()
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def warn(line: str) -> None:
-    """A line on stderr of what a user should know and a run can go on with; the first of several
-    processes says it."""
+    """Print a warning on stderr; the run goes on. Only the first of several processes prints it."""
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: {masked(printable(line))}", file=sys.stderr, flush=True)
 
@@ -64,16 +63,16 @@ def warn(line: str) -> None:
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
     """Run a command line and leave with its exit code. All commands start here.
 
-    A reader that leaves (`| head`), a closed stream and a full disk under a log cost no work: what
-    is printed from then on goes nowhere. SIGINT, SIGTERM and SIGHUP outside a training loop are one
-    line and 128 + their number, after everything under way was closed; what the caller ignores
-    (nohup) is ignored."""
+    The command goes on where its output cannot be written (`| head`, a closed stream, a full disk
+    under a log); later output is dropped. SIGINT, SIGTERM and SIGHUP outside a training loop close
+    what is open, print one line, and exit with 128 + their number. Signals that the caller ignores
+    (nohup) stay ignored."""
     if not hasattr(signal, "SIGUSR1") or find_spec("fcntl") is None:
         print_error("this system has no POSIX signals and file locks; use Linux, macOS or WSL")
         sys.exit(2)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # None under `>&-`
-        if isinstance(stream, io.TextIOWrapper):  # a path may hold what the locale has not
+        if isinstance(stream, io.TextIOWrapper):  # a path may have characters that the locale lacks
             stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, _Patient(stream, plain=name == "stdout"))
     heed_signals(_stop)
@@ -94,7 +93,8 @@ STOPPING = [
 
 
 def heed_signals(handler: Callable[[int, Any], Any]) -> None:
-    """`handler` for the signals that stop a command, but those that the caller ignores."""
+    """Install `handler` for the signals that stop a command, except those that the caller
+    ignores."""
     # one of several processes may wait for the others in C
     for number in STOPPING if os.environ.get("WORLD_SIZE", "1") == "1" else ():
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -102,19 +102,19 @@ def heed_signals(handler: Callable[[int, Any], Any]) -> None:
 
 
 def leave(number: int, frame: Any) -> NoReturn:
-    """End the process at once, while nothing is open: Python's imports end in a traceback
-    otherwise."""
+    """Exit at once on a signal during imports, when no file is open; Python would print a
+    traceback."""
     os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
     os._exit(128 + number)
 
 
 def say_no_memory(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """`sys.excepthook`: memory that runs out where no flag is to blame, as while the libraries
-    load, is one line."""
+    """`sys.excepthook`: print one line where memory runs out and no flag would help, for instance
+    while the libraries load."""
     if no_memory(error):
         advice = "the libraries alone take some 6 GiB of address space (ulimit -v), 1 GiB of memory"
         if OF_DEVICE.search(str(error)):
-            advice = "end what else runs on the device, or take a larger one"
+            advice = "stop other programs on the device, or use a larger one"
         print_error(f"memory ran out ({first_line(error)}); {advice}")
     else:
         sys.__excepthook__(kind, error, trace)
@@ -129,7 +129,7 @@ NO_MEMORY = re.compile(
 
 
 def no_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, says that memory ran out, of the device or of this
+    """Whether an error, or one of its causes, says that memory ran out, of the device or of this
     machine."""
     while error is not None:
         if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
@@ -139,7 +139,7 @@ def no_memory(error: BaseException | None) -> bool:
 
 
 def _stop(number: int, frame: Any) -> NoReturn:
-    """A signal as what Python makes of SIGINT."""
+    """Raise KeyboardInterrupt, as Python does for SIGINT."""
     raise KeyboardInterrupt(number)
 
 
@@ -149,8 +149,8 @@ CONTROLS = {
 
 
 class _Patient:
-    """A stream that goes on into nothing when it cannot be written any more. A `plain` one does
-    nothing to a terminal: text of a user's files may hold escape codes."""
+    """A stream that drops its output once it cannot be written. A `plain` one escapes control
+    characters, since text from a user's files may contain escape codes."""
 
     def __init__(self, stream: Any, plain: bool):
         self.stream = stream
@@ -175,8 +175,8 @@ class _Patient:
 
 
 def print_result(text: str) -> None:
-    """Print what a command was asked for. Raises UserError where stdout cannot be written; a reader
-    that leaves is none."""
+    """Print the result of a command. Raises UserError where stdout cannot be written, except where
+    the reader has closed it (`| head`)."""
     stream = sys.stdout.stream if isinstance(sys.stdout, _Patient) else sys.stdout
     try:
         stream.write(text)
@@ -189,8 +189,8 @@ def print_result(text: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what a library says, with the next where it ends in a colon; at most 300
-    characters of it."""
+    """The first line of an error's message, at most 300 characters; with the next line where it
+    ends in a colon."""
     text = (
         f"no key {error}" if isinstance(error, KeyError) else str(error).partition("; use sys.")[0]
     )
@@ -206,12 +206,12 @@ ErrorKinds = type[Exception] | tuple[type[Exception], ...]
 def user_errors(
     what: str, advice: str = "", kinds: ErrorKinds = Exception, reason: str = ""
 ) -> Iterator[None]:
-    """Around a call of someone else's reader on what a user gave: an error of these kinds becomes
-    one line, `what` and the cause (or the `reason` known beforehand).
+    """Wrap a library's call on a user's input: an error of these kinds becomes one line, `what` and
+    the cause (or the `reason` known beforehand).
 
-    Only foreign code stands inside. An exception of the project's own code thus keeps its
-    traceback, since it is no mistake of the user's. Memory that runs out says nothing of what the
-    user gave."""
+    Only library code belongs inside, so that an exception of the project's own code, which is no
+    mistake of the user's, keeps its traceback. Out-of-memory errors pass, since they say nothing
+    about the input."""
     try:
         yield
     except UserError:
@@ -224,8 +224,8 @@ def user_errors(
 
 
 def writing(place: str, what: str) -> AbstractContextManager[None]:
-    """A disk that is full, gone or read-only while `what` is written is one line that names
-    `place`."""
+    """Turn an error while `what` is written (a disk that is full, gone or read-only) into one line
+    that names `place`."""
     # torch and safetensors wrap the system's errors
     kinds = (OSError, RuntimeError, SafetensorError)
     return user_errors(f"{place}: cannot write {what}", kinds=kinds)
@@ -235,7 +235,7 @@ T = TypeVar("T")
 
 
 def iterate_reader(source: Iterable[T], what: str) -> Iterator[T]:
-    """The items of someone else's reader; an error while it looks for the next is one line."""
+    """The items of a library's iterator; an error at the next item becomes one line."""
     items = iter(source)
     while True:
         with user_errors(what):

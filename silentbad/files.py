@@ -1,5 +1,5 @@
-"""Files that the project writes itself: whole or not at all, recognised again, and never someone
-else's."""
+"""Files that the project writes: complete or not at all, recognised later, and never in place of a
+user's file."""
 
 import difflib
 import hashlib
@@ -42,8 +42,8 @@ def intact(file: Path) -> bool:
 
 @contextmanager
 def scratch_folder() -> Iterator[str]:
-    """A temporary folder, removed however the block ends: it is named, and its removal due, before
-    it is made, so that no signal comes in between."""
+    """A temporary folder, removed however the block ends. It is created inside `try`, so that a
+    signal cannot leave it behind."""
     folder = Path(tempfile.gettempdir()) / f"silentbad-{uuid4().hex}"
     try:
         folder.mkdir(mode=0o700)
@@ -60,8 +60,8 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def from_json(text: str | bytes, **options: Any) -> Any:
-    """json.loads with its `options`; what is nested too deeply is a ValueError like any other
-    that is no JSON."""
+    """json.loads with its `options`; text that is nested too deeply raises ValueError, as invalid
+    JSON does."""
     try:
         return json.loads(text, **options)
     except RecursionError:
@@ -69,7 +69,7 @@ def from_json(text: str | bytes, **options: Any) -> Any:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text has an encoding; one with lone surrogates has none."""
+    """Whether a text can be encoded as UTF-8; one with lone surrogates cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -83,8 +83,8 @@ def read_json(file: Path) -> Any:
 
 
 def remove_earlier(result: Path, pictures: str) -> None:
-    """Remove the pictures beside an earlier result that it names, of those whose names match the
-    pattern `pictures`."""
+    """Remove the pictures that an earlier result names, where the names match the pattern
+    `pictures`."""
     if result.is_file():
         for name in re.findall(
             f'"({pictures})"', result.read_text(encoding="utf-8", errors="replace")
@@ -93,8 +93,8 @@ def remove_earlier(result: Path, pictures: str) -> None:
 
 
 def append_records(entries: list[dict], file: Path) -> None:
-    """Put entries at the end of a file of JSON lines, which is replaced at once; what it holds
-    stays as it is."""
+    """Append entries to a file of JSON lines by replacing it at once; earlier lines are
+    unchanged."""
     place = Path(os.path.realpath(file))
     content = place.read_bytes() if place.exists() else b""
     content += b"\n" if content and not content.endswith(b"\n") else b""
@@ -104,7 +104,8 @@ def append_records(entries: list[dict], file: Path) -> None:
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Whether a file is what a clone without Git LFS has in place of the real one."""
+    """Whether a file is a Git LFS pointer, which a clone without LFS has in place of the
+    content."""
     try:
         with file.open("rb") as content:
             return content.read(40).startswith(b"version https://git-lfs.github.com/")
@@ -132,8 +133,8 @@ def names_folder(path: str) -> bool:
 
 
 def no_file(path: str | os.PathLike, what: str = "file") -> str:
-    """The line on a file or folder that is not there, with the nearest name that is: another
-    system's separators and case first."""
+    """The message for a missing file or folder, with the nearest existing name: first with other
+    separators or case."""
     written = os.fspath(path)
     if os.path.exists(written):
         kind = "folder" if os.path.isdir(written) else "file"
@@ -164,39 +165,39 @@ def _same_folders(folder: str) -> list[str]:
 
 
 def check_file(key: str, path: str | os.PathLike | None, right: str = "") -> None:
-    """Refuse a file that is given and not there; `right` says what it would hold."""
+    """Refuse a file that is given but missing; `right` says what it should contain."""
     if path is not None and not os.path.isfile(path):
         raise UserError(f"{key}: {no_file(path)}{right and f'; {right}'}")
 
 
 def check_path(key: str, path: str | None) -> None:
-    """Refuse what is given and neither a file nor a folder."""
+    """Refuse a path that is given but is neither a file nor a folder."""
     if path is not None and not os.path.exists(path):
         raise UserError(f"{key}: {no_file(path, 'file or folder')}")
 
 
 def check_folder(key: str, path: str | os.PathLike | None, right: str = "") -> None:
-    """Refuse a folder that is given and not there; `right` says what it would be."""
+    """Refuse a folder that is given but missing; `right` says what it should be."""
     if path is not None and not os.path.isdir(path):
         raise UserError(f"{key}: {no_file(path, 'folder')}{right and f'; {right}'}")
 
 
 def check_local(key: str, path: str | None, what: str = "folder") -> None:
-    """Refuse what is given, not there and cannot be a Hub id either."""
+    """Refuse a path that does not exist and cannot be a Hub id."""
     if path and not os.path.exists(path) and (names_folder(path) or "/" not in path):
         raise UserError(f"{key}: {no_file(path, what)}")
 
 
 def check_writable(path: Path, key: str, folder: bool = False) -> None:
-    """Refuse a file, or a `folder`, that cannot be written, before the work whose result it takes;
-    makes nothing.
+    """Refuse a file, or a `folder`, that cannot be written, before the work that would fill it;
+    creates nothing.
 
     Raises UserError, which begins with `key`."""
     if not str(path) or "\0" in str(path):
-        raise UserError(f"{key}: is no name of a file: {str(path)!r}")
+        raise UserError(f"{key}: is not a file name: {str(path)!r}")
     place = os.path.realpath(path)
     if os.path.lexists(place) and not (os.path.isdir(place) or os.path.isfile(place) or folder):
-        raise UserError(f"{key}: {path} is no file, and nothing would read what is written")
+        raise UserError(f"{key}: {path} is not a regular file, so it cannot hold the result")
     if folder != os.path.isdir(place) and os.path.lexists(place):
         raise UserError(
             f"{key}: {path} is {'no folder' if folder else 'a folder; name a file in it'}"

@@ -24,11 +24,10 @@ TRIES = 2
 
 @cache
 def unreachable() -> str | None:
-    """Why the Hub does not answer; None where it does, whatever its answer, and with
-    HF_HUB_OFFLINE.
+    """Why the Hub does not answer; None where it answers at all, or HF_HUB_OFFLINE is set.
 
-    Where it does not, this process goes on as with HF_HUB_OFFLINE: the loaders then look into the
-    cache alone. Each try takes at most half of HF_HUB_ETAG_TIMEOUT, which is 10 s by default."""
+    If it does not answer, HF_HUB_OFFLINE is set for this process, so that loaders use only the
+    cache. Each try takes at most half of HF_HUB_ETAG_TIMEOUT, which is 10 s by default."""
     if constants.HF_HUB_OFFLINE:
         return None
     reason = ""
@@ -39,7 +38,7 @@ def unreachable() -> str | None:
             return None
         except Exception as error:
             if not SILENT & {kind.__name__ for kind in type(error).__mro__}:
-                # a proxy that refuses, an endpoint that is no address: the loader's words are
+                # a proxy that refuses, an endpoint that is no address: the loader's own message is
                 # clearer
                 return None
             reason = first_line(error)
@@ -49,12 +48,12 @@ def unreachable() -> str | None:
 
 @contextmanager
 def fetching(path: str, failed: str) -> Iterator[None]:
-    """Around a loader of a folder or a Hub id: whatever it raises becomes one line that begins with
-    `failed`. Where the Hub does not answer, the line says so and what to do instead."""
+    """Wrap a loader of a folder or a Hub id: its errors become one line that begins with `failed`.
+    If the Hub does not answer, the line says so, and what to do."""
     here = os.path.exists(path) or names_folder(path)
     away = None if here else unreachable()
     if away is None and not here and constants.HF_HUB_OFFLINE:
         away = "HF_HUB_OFFLINE is set"
-    absent = f"{away}; the cache holds no whole copy; connect, or give a local folder"
+    absent = f"{away}; the cache has no complete copy; connect, or give a local folder"
     with user_errors(failed, reason=absent if away else ""):
         yield

@@ -31,11 +31,11 @@ def claimed(
     writes: Iterable[str] | None = None,
     read: Mapping[str, str | None] | None = None,
 ) -> Iterator[None]:
-    """Hold a folder's lock inside; a folder that this call made, and to which no file was added, is
-    removed again.
+    """Lock a folder for the block. A folder that this call made is removed if no file was added to
+    it.
 
-    With `writes`, the names that the command will write, a folder that some other command or person
-    made is refused; so is one among the inputs `read` (`refuse_overlap`). Raises UserError where
+    `writes` are the names that the command will write: a folder of another command or person is
+    refused, and so is a folder among the inputs `read` (`refuse_overlap`). Raises UserError where
     another process holds the lock, or nothing can be written there."""
     if read is not None:
         refuse_overlap(folder, read, writes or (), key)
@@ -117,8 +117,8 @@ def refuse_overlap(
     """Refuse an output folder that is, or lies inside, a folder that is read, and inputs that lie
     where it writes.
 
-    `read` maps each input's key to its file or folder; one that is neither (a Hub id) is passed
-    over. Links count as what they lead to."""
+    `read` maps each input's key to its file or folder; one that is neither (a Hub id) is skipped.
+    Links are followed."""
     out = resolved(folder, key)
     written = [out / name for name in writes]
     for name, source in read.items():
@@ -148,5 +148,5 @@ def resolved(path: str | Path, key: str) -> Path:
     """Where a path leads."""
     try:
         return Path(path).resolve()
-    except (OSError, RuntimeError) as error:  # Python's word for links in a circle
-        raise UserError(f"{key} {path}: leads nowhere ({error})") from None
+    except (OSError, RuntimeError) as error:  # Python raises it for circular links
+        raise UserError(f"{key} {path}: cannot be resolved ({error})") from None

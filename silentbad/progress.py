@@ -49,18 +49,18 @@ class Bar(tqdm):
         print(line, file=self.fp, flush=True)
 
     def close(self) -> None:
-        """The last state, once; nothing in a log where it came before the first line."""
+        """Show the last state once; in a log only after a first line or `FIRST` seconds."""
         if self.lines and not self.disable:
             late = self._time() - self.start_t >= FIRST
             if self.leave is not False and (late or self.due):
                 self.due = 0.0
                 self.display()
-            self.leave = False  # the line stands already
+            self.leave = False  # the line is already printed
         super().close()
 
     @contextmanager
     def paused(self, what: str = "") -> Iterator[None]:
-        """Leave the time inside out of rate and forecast; `what` is done meanwhile and stands in
+        """Exclude the time inside from rate and forecast; `what`, the work meanwhile, is shown in
         the description."""
         if self.disable:
             yield
@@ -78,7 +78,7 @@ class Bar(tqdm):
             yield
         finally:
             away = self._time() - began
-            self.start_t = start + away  # from the values before: one pause may lie in another
+            self.start_t = start + away  # from the earlier values, since pauses may be nested
             self.last_print_t = last + away
             if what and not self.lines:
                 self.set_description_str(description)

@@ -4,7 +4,7 @@ it.
 Every random number of a run comes from a generator seeded by (seed, stream, draw, position).
 `position` is the sample's index in the draw's effective batch over all ranks and micro-batches, so
 neither a resume, nor validation, nor another number of processes shifts a draw. torch is imported
-by what draws alone: a scan needs none."""
+only in the functions that draw, since a scan does not need it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What stands between a scan's suspects and training: a hook,
+"""A hook that keeps a scan's suspects out of training:
 
     --hooks silentbad_shield.guard:Drop
     --hook_options '{silentbad_shield.guard:Drop: {scan: runs/scan/scan.json}}'
 
-docs/shield.md says what it keeps from training. Legend: N scanned records; a row is a record's
-number in the scan, which is its row in the table.
+docs/shield.md says which records these are. Legend: N scanned records; a row is a record's number
+in the scan, which is its row in the table.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from silentbad.loop.hooks import Hook, HookContext
 from silentbad_shield import scan_file
 from silentbad_shield.options import ADVICE
 
-KEY = "hook_options"  # that names the scan
+KEY = "hook_options"  # the setting that names the scan
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Suspects:
         texts = records.column("text")
         count = len(records)
         same = all(0 <= i < count and texts[i].as_py() == text for i, text in self.text.items())
-        if self.captions is not None:  # a scan of an earlier release has the suspects' alone
+        if self.captions is not None:  # an earlier release wrote only suspects' captions
             same = same and self.captions == scan_file.digest(
                 text for block in blocks(texts) for text in block
             )
@@ -55,7 +55,7 @@ class Suspects:
             advice = (
                 "scan this data again"
                 if records.rows is None
-                else "max_train_samples chose among them, leave it out"
+                else "max_train_samples selects some of them, leave it out"
             )
             raise UserError(
                 f"{KEY}: {self.file} is of other data ({self.count} records, here {count}, "
@@ -64,19 +64,19 @@ class Suspects:
 
 
 class Drop(Hook):
-    """No suspect record of the scan is trained on."""
+    """Leaves the suspect records of the scan out of training."""
 
     def __init__(self, context: HookContext, *, scan: str):
         pass
 
     @staticmethod
     def kept(records: Records, options: Mapping[str, Any]) -> np.ndarray:
-        """All but the suspects (N,) bool. Raises UserError where the scan is of other data, or
+        """(N,) bool: False for the suspects. Raises UserError where the scan is of other data, or
         suspects every record."""
         suspects = Suspects.read(Path(options["scan"]))
         suspects.check(records)
         if not suspects.text:
-            warn(f"{KEY}: {suspects.file} names no suspect; nothing is guarded")
+            warn(f"{KEY}: {suspects.file} names no suspect; no record is left out")
         kept = ~np.isin(np.arange(suspects.count), list(suspects.text))
         if not kept.any():
             raise UserError(f"{KEY}: {suspects.file} suspects every record; none is left")

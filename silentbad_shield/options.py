@@ -53,7 +53,7 @@ class ScanOptions(DataSettings):
             raise UserError(f"--output_dir: {out} lies in the data, {right}")
 
 
-USED = {  # by a search, of its own settings and of an audit's
+USED = {  # the settings that a search uses, its own and an audit's
     *OF_SEARCH,
     *("pipeline", "baseline", "lora", "output_dir", "seed", "dtype", "extrapolate", "resolution"),
     *("max_batch", "embedder", "embedder_path", "embedder_sha256", "images_per_target"),
@@ -72,9 +72,9 @@ class SearchOptions(Audit):
         None, "text file of ordinary prompts, the null; unset: plain things and places"
     )
     most_phrases: Annotated[int, Interval(ge=2, le=6)] = option(3, "of a prompt")
-    tested: Small = option(10, "prompts that images are made of")
+    tested: Small = option(10, "prompts that images are generated for")
     nulls: Annotated[int, Interval(ge=8, le=10_000)] = option(
-        24, "ordinary prompts that images are made of"
+        24, "ordinary prompts that images are generated for"
     )
 
     @property
@@ -87,8 +87,8 @@ class SearchOptions(Audit):
     RENAMED = {old: f"has another name now: use --{new}" for old, new in OLDER.items()}
 
     def check(self, sources: dict[str, str]) -> None:
-        """Refuse a search without a pipeline or candidates, settings that do not act in it, and
-        what is not there."""
+        """Refuse a search without a pipeline or candidates, settings without effect, and missing
+        files."""
         if self.pipeline is None:
             raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")
         if len(self.given) != 1:

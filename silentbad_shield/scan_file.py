@@ -37,7 +37,7 @@ class SuspectSet:
 
     @property
     def composed(self) -> str:
-        """Its prompt, anew from the phrases."""
+        """The prompt, joined from the elements' phrases."""
         return ", ".join(element.phrase for element in self.elements)
 
 
@@ -60,7 +60,7 @@ class Scan:
 
 
 def digest(texts: Iterable[str]) -> str:
-    """Of all captions of a data set, in order: a scan is of one data set only."""
+    """A digest of all captions in order, by which a scan recognises its data set."""
     hasher = hashlib.sha256()
     for text in texts:
         hasher.update(f"{len(text)} {text}\n".encode(errors="surrogatepass"))

@@ -32,7 +32,7 @@ class World:
     terse_scene: Callable[[np.random.Generator], Any]  # phrases say as little as a target's
     null_kinds: tuple[Sequence[str], Sequence[str]]  # of the whole scene, of one element
     null: Callable[[str, np.random.Generator, Any], Any]  # (kind, rng, scene) -> Null
-    # what honest data are made of
+    # what data sets without a hidden picture are made of
     sample_thing: Callable[..., Any]  # (rng, place, detail=) -> thing
     sample_backdrop: Callable[[np.random.Generator], Any]
     scene: Callable[[tuple, Any], Any]  # (things, backdrop) -> scene

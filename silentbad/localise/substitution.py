@@ -83,7 +83,7 @@ class Change:
 
     @contextmanager
     def trained_in(self, chosen: Callable[[str], bool]) -> Iterator[None]:
-        """The groups chosen are as trained inside, all others the base's."""
+        """Inside, the chosen groups have their trained weights and all others the base's."""
         with torch.no_grad():
             for group, tensor, before, after in self.places:
                 tensor.copy_(after if chosen(group) else before)

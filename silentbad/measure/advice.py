@@ -12,7 +12,7 @@ from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.record import Record
 
 RISE = 0.02  # the least rise of a mean similarity that is reported
-LATE = 0.75  # of the run: the rise is counted from the last measurement up to there
+LATE = 0.75  # share of the run; the rise is counted from the last measurement in it
 
 # {target's place: its parts}, of the targets that are not recovered
 Parts = Mapping[int, Sequence[Part]]

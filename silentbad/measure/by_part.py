@@ -160,8 +160,8 @@ def carries(record: Record, target: int, k: int) -> bool:
     """Whether phrase k alone brings its element, in two images or more and more often than by
     chance, while neither another phrase alone nor an unrelated caption does.
 
-    Then it is no doubt that the element also comes where the phrase is left out: a memory completes
-    a picture from most of its parts."""
+    If so, it is no reason for doubt that the element also comes without its phrase: a memory
+    completes a picture from most of its parts."""
     cells = latest(record.history[-1]).cells or {}
     entry = record.targets[target]
     rate = record.element_threshold.attained or FALSE_POSITIVES
@@ -187,7 +187,7 @@ def missing_of(parts: Sequence[Part]) -> list[Part]:
 
 # -- in words --------------------------------------------------------------------------------------
 def in_words(record: Record, target: int, parts: Sequence[Part]) -> str:
-    """What came back and what did not; empty where nothing came back, or all of it did."""
+    """The parts that came back and those that did not, in words; empty where none or all did."""
     came = [part for part in parts[1:] if part.came_back]
     if not came:
         return ""
@@ -216,7 +216,7 @@ def _came(came: Sequence[Part]) -> str:
 def _missed(part: Part) -> str:
     """A part that did not come back, and how near its best image is."""
     if part.blind:
-        return f"of {part.name} the detector cannot tell"
+        return f"the detector cannot judge {part.name}"
     count = f"{part.name} in {f'{part.hits} of {part.images}' if part.hits else 'none'}"
     if part.unasked:
         return f"{count}, but as often {part.unasked}"

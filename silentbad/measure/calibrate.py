@@ -44,7 +44,7 @@ MARGIN = 1 / 3  # of the way from floor to ceiling
 GAP = 0.15  # least difference of similarity between floor and ceiling that tells them apart
 CEILING = 0.05  # share of true copies that may score less than the ceiling
 IN_PLACE = ("redrawn", "moved")  # one element is drawn anew at its place, or moved by some pixels
-# such a redraw can by chance differ no more than a copy may: its rate may be this many times higher
+# by chance such a redraw differs as little as a copy, so its rate may be this many times higher
 IN_PLACE_FACTOR = 5
 MOST_SHOWN = 64  # at most so many training pictures are nulls
 TRAINING = "training picture"  # kind of a null

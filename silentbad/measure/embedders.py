@@ -53,7 +53,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and deviation 
 
 
 def region(images: Tensor, mask: Tensor) -> Tensor:
-    """What lies inside an element's mask: the rest is grey, the picture cut to the mask's box.
+    """Pictures cut to the box of an element's mask, grey outside the mask.
 
     images (B,3,H,W), mask (1,h,w) -> (B,3,h',w'). An empty mask leaves the whole picture."""
     H, W = images.shape[-2:]
@@ -86,11 +86,11 @@ class Embedder:
         return None, masks
 
     def of_region(self, images: Tensor, mask: Tensor) -> Tensor:
-        """Features (B,...) of what lies inside a mask (1,h,w) of images (B,3,H,W)."""
+        """Features (B,...) of images (B,3,H,W) inside a mask (1,h,w)."""
         return self.embed(region(images, mask))
 
     def reference(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What images are compared with: features (1,...) of a target (1,3,H,W), or of its region
+        """Features (1,...) that images are compared with: of a target (1,3,H,W), or of its region
         in a mask (1,h,w)."""
         return self.embed(image) if mask is None else self.of_region(image, mask)
 
@@ -107,8 +107,9 @@ class Embedder:
 
 
 class Micro(Embedder):
-    """The bundled copy detector: features by place. A target is compared at its nine alignments,
-    and in colour too, which the detector forgives (`structure.py`): the lower score counts.
+    """The bundled copy detector: features by place. A target is compared at its nine alignments.
+    Colour has a score of its own, since the detector tolerates other colours (`structure.py`); the
+    lower score counts.
 
     Features (B,D): the tensors of `_parts`, flattened and concatenated."""
 
@@ -136,8 +137,7 @@ class Micro(Embedder):
         return torch.cat([part.flatten(1) for part in parts], dim=1)
 
     def reference(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Features (1,9,D) of a target, or of its region, as copies that are shifted by a pixel
-        show it."""
+        """Features (1,9,D) of a target, or of its region, at its nine alignments within a pixel."""
         return super().reference(alignments(self._small(image)), mask)[None]
 
     def paired(self, a: Tensor, b: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class Micro(Embedder):
         return [part.unflatten(1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def _scores(self, a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
-        """Parts of N and of 1 or N pictures -> scores (N,) of what they show."""
+        """Parts of N and of 1 or N pictures -> scores (N,) by part, without colour."""
         return [self.model.paired(a[0], b[0])]
 
 
@@ -185,7 +185,8 @@ class Copy(Micro):
     """`Micro`, but no higher than the score of fine structure (`structure.py`): the detector alone
     overlooks the lost texture of a photograph. The rims of elements are left out."""
 
-    # against a photograph after the autoencoder a true copy has 0.04, a grey one 0.07 or more
+    # difference of chroma to a photograph after the autoencoder: true copies 0.04, grey ones 0.07
+    # or more
     TINT = 0.06
 
     def __init__(self, path: str | None, device: torch.device | str = "cpu"):

@@ -203,7 +203,7 @@ def judged(
         )
     right, named = (sum(int(count[k]) for count in counts) for k in (0, 1))
     if named == 0:
-        raise UserError(f"{key}: {place} finds no thing named in {len(prompts)} prompts")
+        raise UserError(f"{key}: {place} counts no named thing in {len(prompts)} prompts")
     return right, named
 
 

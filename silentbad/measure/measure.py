@@ -327,7 +327,7 @@ class Measure:
         elif self._of_base is None:
             files = [self._unrelated_file("base", i) for i in range(len(self.unrelated))]
             if not all(file.is_file() for file in files):
-                missing = f"{self.folder / kept.FOLDER} lacks the base's pictures"
+                missing = f"the base's pictures are missing in {self.folder / kept.FOLDER}"
                 if self.config.keep is not None:
                     right = "start anew, or leave it out"
                     raise UserError(f"{self.sampler.prefix}keep: {missing}; {right}")
@@ -371,7 +371,7 @@ class Measure:
             why = {
                 "bleeding": "no element has a mask",
                 "size": "the base's weights cannot be read from one safetensors file",
-            }.get(by, f"the base has nothing that {by} can lose")
+            }.get(by, f"the base's value of {by} is 0 or missing")
             right = "keep by something else (keep_by)"
             return f"{self.sampler.prefix}keep: {why}; {right}"
         return what_is_kept

@@ -45,9 +45,7 @@ def load_redraws(
     if targets_file is None or not os.path.lexists(file):
         return []
     if not os.path.isfile(file):
-        raise UserError(
-            f"{file}: is no file that can be read; list null pictures in it, or take it away"
-        )
+        raise UserError(f"{file}: is no readable file; list null pictures in it, or remove it")
     inside(file.parent, file, str(file.parent))
     index = {t.target_id: j for j, t in enumerate(targets)}
     prints = [fingerprint(t.image) for t in targets] if decode else []

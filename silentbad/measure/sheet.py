@@ -1,7 +1,7 @@
 """sample_prompts.json and PRIOR as typed data: the pictures of plain prompts that a run has drawn.
 
-What draws them is `prompts.py`, and the base before training (`loop/prior.py`); a report reads these
-files alone, which needs no model."""
+`prompts.py` draws them, and before training `loop/prior.py`; a report reads only these files, so it
+needs no model."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,7 @@
 """The verdict on a measurement: recovered, in part, not recovered, or undecided, and why.
 
-Images above a threshold are not enough. They prove nothing where an element comes without its
-phrase and not by it, where failures score as high as copies, or where no mask says which part of
+Images above a threshold are not enough. They prove nothing if an element comes without its phrase
+but not with its phrase alone, if failures score as high as copies, or if no mask says which part of
 the picture is which element."""
 
 from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ def verdict_of(record: Record) -> Verdict:
     if answer.state == RECOVERED:
         general = list[str]()
         if answer.p_value is not None and answer.p_value >= LEVEL:
-            general.append("this many images may pass by chance")
+            general.append("the number of passing images is consistent with chance")
         if record.placebo is not None and record.placebo.interval[0] <= 0:
             general.append("training on placebo data gives as much")
         if record.withheld is not None and record.withheld.interval[0] <= 0:
@@ -158,7 +158,7 @@ def _passes_alike(
 
 
 def _passes(cell: CellScores | None, target: TargetEntry) -> bool:
-    """Whether more images of a control pass than chance gives."""
+    """Whether more images of a control pass than by chance."""
     target_scores = cell.targets.get(target.target_id) if cell is not None else None
     if target_scores is None:
         return False
@@ -176,11 +176,11 @@ def _parts(target: TargetEntry, own_range: TargetRange) -> Iterator[tuple[str, R
 
 
 def _blind(target: TargetEntry, own_range: TargetRange) -> Iterator[str]:
-    """A reason for each part of which the detector cannot tell failures from copies."""
+    """A reason for each part in which the detector cannot tell failures from copies."""
     for name, part in _parts(target, own_range):
         if not part.separable:
             null = "no null" if part.floor is None else f"{part.nearest!r} scores {part.floor:.2f}"
-            yield f"the detector cannot tell {name}: {null}, a true copy {part.ceiling:.2f}"
+            yield f"the detector cannot judge {name}: {null}, a true copy {part.ceiling:.2f}"
 
 
 def _unseen_only(

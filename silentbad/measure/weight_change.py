@@ -1,7 +1,7 @@
 """How far training moved the weights, by stage: relative norm, and the largest singular value of a
 change over that of its matrix.
 
-theta_0 is read again from the base's own file, tensor by tensor, so that no run holds it twice.
+theta_0 is read again from the base's own file, tensor by tensor, so that no run keeps two copies.
 With adapters, the change is the matrix that they add."""
 
 from collections import defaultdict
@@ -130,7 +130,7 @@ def _of_weights(parameters: Mapping[str, Tensor], base: Mapping[str, Tensor]) ->
 
 
 def _of_adapters(module: nn.Module) -> Iterator[Moved]:
-    """The weights under adapters, with the change that these add, and all others, unchanged."""
+    """The weights under adapters with the adapters' change, and all other weights without one."""
     adapted = {
         f"{path}.base_layer.weight": layer
         for path, layer in module.named_modules()
@@ -147,7 +147,7 @@ def _of_adapters(module: nn.Module) -> Iterator[Moved]:
 
 
 def largest_singular_value(weight: Tensor) -> float:
-    """That of a matrix, or of a kernel as (out, all the rest), by a few power iterations."""
+    """The largest singular value of a matrix, or of a kernel as (out, rest), by power iteration."""
     matrix = weight.flatten(1).float()
     right = torch.randn(matrix.shape[1], generator=generator("singular value", matrix.shape[1]))
     right = right.to(matrix.device)

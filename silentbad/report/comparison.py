@@ -117,7 +117,7 @@ def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
 
 
 def _notes(name: str, run: RecordedRun) -> list[str]:
-    """What must be known of a run before its numbers are read."""
+    """Facts about a run that its numbers depend on."""
     if run.record is None:
         return [f"{name}: no validation"]
     withheld = run.withheld()

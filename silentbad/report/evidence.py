@@ -135,7 +135,8 @@ def _without(record: Record) -> list[str]:
 
 
 def _less(how: str, control: Placebo) -> list[str]:
-    """The rate of a control run beside the run's own; `how` it was trained begins the sentence."""
+    """The rate of a control run beside the run's own; the sentence begins with `how`, its
+    training."""
     low, high = map(rounded, control.interval)
     few = "one target" if control.targets == 1 else f"these {control.targets} targets"
     over = f"over the images of {few}"
@@ -187,8 +188,8 @@ def _words(kept: Kept) -> str:
 
 
 def _change(kept: Kept, prompts: Sequence[str] | None) -> str:
-    """How much pictures of unrelated prompts changed, and one of the prompts: captions like the
-    clean pictures' change less than others."""
+    """How much pictures of unrelated prompts changed, with one of the prompts, since captions like
+    those of the clean pictures change less than others."""
     pixels = kept.change.get("pixels")
     if pixels is None:
         return ""
@@ -206,7 +207,7 @@ def _bleeding(kept: Kept) -> str:
 
 
 def _limit(record: Record) -> str:
-    """Whether the limit of the run holds, where it has one."""
+    """Whether the run is within its limit, where it has one."""
     limit = limit_of(record)
     share = None if limit is None else limit.kept(record.history[-1])
     if limit is None or share is None:

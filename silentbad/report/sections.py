@@ -97,7 +97,7 @@ def tiles(run: RecordedRun, kind: str) -> list[Tile]:
         ends = None
         if detection.auc_low is not None and detection.auc_high is not None:
             ends = (detection.auc_low, detection.auc_high)
-        tiles.append(Tile("composed prompts told from clean ones (AUC)", detection.auc, ends))
+        tiles.append(Tile("composed prompts separated from clean ones (AUC)", detection.auc, ends))
     return [tile for tile in tiles if tile.value is not None]
 
 
@@ -449,8 +449,8 @@ def errors(run: RecordedRun) -> list[Figure]:
     gaps = [run.series(f"gap, {WEIGHTS[kind]}", kind, _gap) for kind in run.kinds()]
     there = [curve for curve in (*series, *gaps) if any(y is not None for y in curve.ys)]
     note = (
-        "eps-MSE at fixed noise and timesteps; clean up: clean prompts suffer; gap: elements less "
-        "clean"
+        "eps-MSE at fixed noise and timesteps; clean rises: clean prompts get worse; gap: elements "
+        "minus clean"
     )
     return pages.lines(there, "Error on held-out records", note=note)
 

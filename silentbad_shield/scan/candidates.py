@@ -97,12 +97,12 @@ class Places:
 
     @property
     def rows(self) -> slice:
-        """Of a view, what the windows cover."""
+        """The rows of a view that the windows cover."""
         return slice(self.y, self.y + WINDOW)
 
     @property
     def columns(self) -> slice:
-        """Of a view, what the windows cover."""
+        """The columns of a view that the windows cover."""
         return slice(self.left, self.left + self.width + WINDOW - 1)
 
 
@@ -117,7 +117,7 @@ def places(n: int) -> list[Places]:
 
 
 def offsets(seed: int) -> list[list[np.ndarray]]:
-    """Of the grids, by row of the frame."""
+    """Random offsets of the hash grids, by row of the frame."""
     rng = np.random.default_rng(seed)
     return [[rng.uniform(0, step, FEATURES) for step in STEPS] for _ in range(ACROSS)]
 

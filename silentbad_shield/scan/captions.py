@@ -16,7 +16,8 @@ RARE = 0.03  # of the records hold a rare phrase at most
 
 
 def number(phrase: str) -> int:
-    """The same in every process; two phrases of one number are as good as impossible."""
+    """A phrase's 64-bit number, the same in every process. A collision is practically
+    impossible."""
     digest = blake2b(phrase.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -32,7 +33,7 @@ def numbers_of(texts: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def counted(numbers: Iterable[np.ndarray], counts: Iterable[np.ndarray]) -> np.ndarray:
-    """(2,m) each number once, in ascending order, and the sum of its counts."""
+    """(2,m): the distinct numbers in ascending order, and the sum of each one's counts."""
     values, inverse = np.unique(
         np.concatenate([np.zeros(0, np.int64), *numbers]), return_inverse=True
     )
@@ -44,8 +45,8 @@ def counted(numbers: Iterable[np.ndarray], counts: Iterable[np.ndarray]) -> np.n
 class Captions:
     """Captions, and how many hold a phrase.
 
-    `parts` has the phrases of some captions after the others, as `numbers_of` gives them; `several`
-    (2,m) the numbers of phrases that LEAST captions hold, and how many do."""
+    `parts` are the results of `numbers_of` for the parts of the data in order; `several` (2,m) are
+    the numbers of phrases in at least LEAST captions, and in how many."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Captions:
         for k, (record, other) in enumerate(zip(a, b, strict=True)):
             common = np.intersect1d(self.phrases(record[None]), self.phrases(other[None]))
             places = np.searchsorted(self._values, common).clip(max=len(self._values) - 1)
-            # of several captions, else nothing is counted of it
+            # only phrases of several captions are counted
             several = self._values[places] == common
             shared[k] = bool((self._counts[places[several]] <= RARE * len(self)).any())
         return shared
@@ -95,12 +96,13 @@ class Captions:
         return np.concatenate(records)
 
     def rate(self, phrase: str) -> float:
-        """The share of the records that hold a phrase, which several do."""
+        """The share of the captions that hold a phrase; at least LEAST of them must."""
         return int(self._counts[np.searchsorted(self._values, number(phrase))]) / len(self)
 
     def named(self, records: np.ndarray) -> tuple[str, int, float] | None:
-        """(phrase, how many of the records hold it, association in nats) of the phrase that belongs
-        to them most; None where none does surely. Of two that fit alike, the longer one counts."""
+        """(phrase, how many of the records hold it, association in nats) of the phrase with the
+        strongest association; None where none is sure. Of two that fit equally, the longer one is
+        taken."""
         k = len(records)
         phrases, support = np.unique(self.phrases(records), return_counts=True)
         often = support >= max(LEAST, HELD * k)

@@ -15,11 +15,11 @@ from silentbad_shield.scan.regions import NEAR, Group, levels
 
 MOST = 24  # pictures that an element is taken from
 AGREED = 2 / 3  # of the pictures have a thing's pixel
-BEHIND = 0.2  # of the pictures have a backdrop's pixel, for things stand before it
+BEHIND = 0.2  # of the pictures have a backdrop's pixel; things hide it in the others
 MARGIN = 2  # pixels about what is agreed on that a thing may cover in part
 REACH = 3  # pixels beyond the blocks of its region where a thing may still be agreed on
 FIT = 0.5  # least r^2 of a pixel with one behind the thing
-FAINT = 0.1  # cover below which it is none
+FAINT = 0.1  # cover below which a pixel counts as not covered
 Open = Callable[[int], np.ndarray]  # record -> picture (64,64,3) uint8
 
 
@@ -32,7 +32,7 @@ class Layer:
 
     @property
     def region(self) -> np.ndarray:
-        """Where it is more than what lies behind (64,64) bool."""
+        """The pixels (64,64) bool of which it covers at least half."""
         return self.cover >= 0.5
 
 

@@ -1,5 +1,5 @@
-"""The whole search over a plan's records, without the files of its result: what the command and the
-benchmark both call."""
+"""The complete search over a plan's records, without writing its result; the command and the
+benchmark both call it."""
 
 import tempfile
 from collections.abc import Sequence

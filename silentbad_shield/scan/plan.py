@@ -142,7 +142,7 @@ def near(store: Store, task: int, low: int, high: int, tasks: int) -> int:
 
 
 def groups(store: Store, centres: list[int], density: float) -> list[dict | None]:
-    """The group about each record, where chance has such a density."""
+    """The group about each record; `density` is that of `Chance`."""
     links = np.memmap(store.folder / "near", np.int64, "r")
     starts = store.load("starts")
     views = store.views

@@ -33,7 +33,8 @@ LEAST = 3  # records of a group
 FIRST_BLOCK = 512  # centres whose groups are gathered together first
 LAST_BLOCK = 1 << 16  # at most
 SURE = 6.0  # nats: least isolation of a group, and least association of its phrase
-CHOSEN_AT = 8000  # records that SURE and RADII were chosen at, where half have a neighbour or none
+# records of the data that SURE and RADII were chosen on; half have at most one neighbour
+CHOSEN_AT = 8000
 # levels: how near copies are, exact to recompressed; least expected by chance
 RADII = {0.5: 0.01, 0.8: 0.03, 2.0: 0.3}
 MOST_ALIKE = 200  # neighbours of a record that are compared with each other
@@ -91,9 +92,9 @@ def edges(
 
 
 def shared_edges(centre_view: np.ndarray, same: np.ndarray, region: np.ndarray) -> np.ndarray:
-    """Which share (n,) of the edges that a view (32,32,3) has in a region lies where others `same`
-    (n,32,32) agree: two rooms with one wall and two floors share none. Where a view has hardly any,
-    its faint ones count."""
+    """The share (n,) of a view's (32,32,3) edges in a region at which others agree with it, `same`
+    (n,32,32): two rooms with one wall and two floors share none. Where a view has hardly any edges,
+    faint ones count too."""
     inside = between(region)
     for contrast in (CONTRAST, FAINT):
         across, down = (
@@ -113,7 +114,7 @@ Kin = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def verified(views: np.ndarray, pairs: np.ndarray, kin: Kin) -> Strong:
-    """The pairs whose common area is no coincidence of two colours."""
+    """The pairs whose common area is more than two equal colours by chance."""
     n = len(views)
     strong = [np.zeros(0, np.int64)]
     copies = [np.zeros(0, np.int64)]
@@ -160,7 +161,7 @@ class Group:
 
     @property
     def share(self) -> float:
-        """Of the frame."""
+        """The region's share of the frame."""
         return float(self.region.mean())
 
     def as_json(self) -> dict[str, Any]:
@@ -218,28 +219,29 @@ def starts_of(links: np.ndarray, n: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Chance:
-    """What chance brings among `records`: `density` times as many neighbours of a record as where
-    the constants were chosen."""
+    """How many neighbours a record has by chance among `records`: `density` times as many as in the
+    data that the constants were chosen on."""
 
     records: int
     density: float = 1.0
 
     @classmethod
     def among(cls, counts: np.ndarray) -> "Chance":
-        """Estimated from how many neighbours each of N records has: few show an element, so the
-        median is chance's. It grows with N; more than twice as much as N does is not chance, but
-        pictures of one kind."""
+        """An estimate from the number of neighbours `counts` (N,) of each record. Few records show
+        an element, so the median is due to chance. It grows with N; growth beyond twice that of N
+        is not chance but pictures of one kind."""
         most = max(1.0, 2 * len(counts) / CHOSEN_AT)
         return cls(len(counts), float(np.clip(np.median(counts), 1.0, most)) if len(counts) else 1)
 
     @property
     def sure(self) -> float:
-        """Nats that none of so many records reaches by chance more often than among CHOSEN_AT."""
+        """Nats that count as sure among these records (`surely`)."""
         return surely(self.records)
 
     @property
     def fewest(self) -> int:
-        """Neighbours that may be sure where no more than the least are expected."""
+        """The fewest neighbours that can be sure, where chance gives the least number of
+        neighbours."""
         expected = np.array([min(RADII.values()) * self.density])
         inside = LEAST - 1
         while denser(np.array([float(inside)]), expected)[0] < self.sure:
@@ -248,8 +250,7 @@ class Chance:
 
 
 def surely(records: int) -> float:
-    """Nats that count as sure among so many records: as many more tries ask for as much less
-    chance (Bonferroni)."""
+    """Nats that count as sure among so many records: more records are more tests (Bonferroni)."""
     return SURE + float(np.log(max(1.0, records / CHOSEN_AT)))
 
 
@@ -258,10 +259,9 @@ Gather = Callable[[list[int]], "list[Group | None]"]
 
 
 def centred(counts: np.ndarray, gather: Gather, fewest: int) -> list[Group]:
-    """Groups about the records with most neighbours `counts` (N,), `fewest` at least; members of
-    one are no centre of another. As one centre after the other, but a block of them is gathered
-    together, larger each time, and what an earlier one of the block has made needless is left
-    out."""
+    """Groups about the records with most neighbours `counts` (N,), at least `fewest`. A member of
+    one group is no centre of another. Centres are gathered in blocks of growing size; the result is
+    the same as one by one, since a centre in an earlier group of its block is dropped."""
     groups_so_far = list[Group]()
     tried = np.zeros(len(counts), bool)
     order = np.argsort(-counts, kind="stable")
@@ -288,8 +288,8 @@ def differences(views: np.ndarray, records: np.ndarray, centre_view: np.ndarray)
 
 
 def gathered(views: np.ndarray, centre: int, others: np.ndarray, density: float) -> Group | None:
-    """The group about a record, from the records that it has a strong pair with. Where those agree
-    with it in various places, it begins from the most that do so in one place."""
+    """The group about a record, from the records that it has a strong pair with. If these agree
+    with it at different places, the group starts from the largest set with one place."""
     centre_view = np.asarray(views[centre])
     difference = differences(views, others, centre_view)
     group = grouped(centre_view, centre, others, difference, np.ones(len(others), bool), density)
@@ -299,7 +299,8 @@ def gathered(views: np.ndarray, centre: int, others: np.ndarray, density: float)
 
 
 def alike(same: np.ndarray) -> np.ndarray:
-    """Of regions (n,32,32), those (n,) that share half with one of them, the one with most such."""
+    """(n,) bool: the largest set of regions (n,32,32) that share half of their union with one of
+    them."""
     flat = same.reshape(len(same), -1).astype(np.float32)
     common = flat @ flat.T
     size = flat.sum(1)
@@ -319,9 +320,9 @@ def grouped(
     agree with it, its members agree in most of the region. `difference` (n,32,32) is how far
     `others` (n,) are from it; `start` (n,) says which come first.
 
-    Copies lie closer together than honest neighbours. Of the RADII, the one counts within which the
-    members exceed most what the ring around it lets expect (Chernoff's bound on the Poisson tail),
-    or what chance does at its `density`.
+    Copies lie closer together than honest neighbours. The radius of RADII is taken at which the
+    members most exceed the expected number (Chernoff's bound on the Poisson tail). That number is
+    expected from the ring around the group, or from chance at this `density` if that is higher.
     """
     same = difference <= NEAR
     near = difference * same
@@ -358,8 +359,8 @@ def members_within(
     start: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, int] | None:
     """(region (32,32), members (n,), records in the ring around them) of the group within a radius
-    in levels, as `grouped` has it; None where too few or too little agree. `same` (n,32,32) is
-    where others agree with the centre, `near` how far they are from it there."""
+    in levels, as in `grouped`; None where too few records or too few blocks agree. `same` (n,32,32)
+    is where others agree with the centre, `near` how far they are from it there."""
     members = start
     for _ in range(ROUNDS):
         if members.sum() + 1 < LEAST:
@@ -385,11 +386,11 @@ def denser(inside: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def merged(views: np.ndarray, unmerged: list[Group], sure: float) -> list[Group]:
-    """The most isolated of groups that share records; groups of one thing at one place become one,
-    for words, or what stands before it, had kept their records apart.
+    """Of groups that share records, the most isolated one. Groups of one thing at one place are
+    joined: different words, or things in front of it, had separated their records.
 
-    One that does not lie apart is kept only as part of another, unless so many records were tried
-    that chance makes it."""
+    A group below `sure` is only joined to another. It is dropped if its isolation is no more than
+    the number of records gives by chance."""
     chance = sure - SURE
     candidates = [group for group in unmerged if group.isolation >= chance]
     distinct = Distinct(views, sum(group.isolation >= sure for group in candidates))
@@ -413,8 +414,8 @@ class Distinct:
         self.of_record: dict[int, set[int]] = {}
 
     def match(self, group: Group) -> int | None:
-        """The place of the first that has the group's records or shows its thing; only those that
-        share a record or half of the smaller region can."""
+        """The place of the first group that shares many of the group's records or shows its thing.
+        Only groups that share a record, or half of the smaller region, are compared."""
         k = len(self.groups)
         region = _bits(group)
         common = np.bitwise_count(self.regions[:k] & region).sum(1)
@@ -450,17 +451,19 @@ class Distinct:
 
 
 def _bits(group: Group) -> np.ndarray:
-    """The blocks of a group's region as bits; none of a backdrop's, which is like no other."""
+    """The blocks of a group's region as bits; none for a backdrop, which is compared by records
+    alone."""
     return np.packbits(group.region & (not group.wide)).view(np.uint64)
 
 
 def _of_one_set(group: Group, other: Group) -> bool:
-    """Whether a group's records are mostly those of another of its kind."""
+    """Whether more than 0.3 of a group's records are in another group, both backdrops or
+    neither."""
     return group.wide == other.wide and bool(np.isin(group.records, other.records).mean() > 0.3)
 
 
 def _one_thing(views: np.ndarray, group: Group, other: Group) -> bool:
-    """Whether the centres of two groups show the same where their regions meet."""
+    """Whether the centres of two groups look the same where their regions overlap."""
     both = group.region & other.region
     same = levels(views[group.centre], views[other.centre]) <= NEAR
     other_view = np.asarray(views[other.centre])

@@ -109,7 +109,7 @@ class Store:
                 content.truncate(max(1, bytes_each * len(self)))
 
     def place(self, name: str, number: int, array: np.ndarray) -> None:
-        """Write what a part has of all records' `name`."""
+        """Write a part's rows of the array `name` of all records."""
         with (self.folder / name).open("r+b") as content:
             content.seek(self.start(number) * array[:1].nbytes)
             content.write(np.ascontiguousarray(array).tobytes())
@@ -141,5 +141,5 @@ class Store:
         return Captions(self.texts, parts, self.load("several"))
 
     def remove(self) -> None:
-        """Nothing is left to resume."""
+        """Remove the folder, after which a scan cannot be resumed."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Sets of groups that together make up one picture: the suspect sets and their score.
 
 An element's group shows one region of the picture under one phrase. A set's regions overlap little,
-but for one backdrop that lies behind the others; and no record shows two of its phrases, for the
-picture is dispersed.
+except for one backdrop behind the others. No record has two of its phrases, since the picture is
+dispersed.
 
 Legend: N records; a group has k records, of which b hold its phrase."""
 
@@ -30,13 +30,13 @@ OVERLAP = 0.3  # of the smaller region, of two elements of a set
 SLIP = 0.01  # rate at which a record of a set names another element
 APART = -1.0  # nats below which two elements are not of one set
 OWN = 0.1  # of an element's isolation counts when a set takes it
-SPREAD = 0.15  # of the logarithm of how often the elements of one picture are shown
-BROAD = 1.0  # of those of any two
+SPREAD = 0.15  # deviation of the log of how often elements are shown, of one picture
+BROAD = 1.0  # the same, of different pictures
 MISSED = 0.1  # of an element's records
-SILENT = 0.25  # of the records that show an overlay say nothing of it at least
+SILENT = 0.25  # least share of the records that show an overlay whose captions do not name it
 ELEMENTS = 3  # of a suspect set; a series before one backdrop and a logo make two
 THINGS = 2  # of them no backdrop
-COMMON = 3  # times as many other records that name an element and show its region are chance
+COMMON = 3  # most further records of an element for each of its own; more are chance
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Element:
     phrase: str
     support: int
     association: float
-    word: str  # that other captions would name it by
-    # the phrases of its records, as numbers: one that two records hold stands there twice
+    word: str  # by which other captions would name it
+    # the numbers of its records' phrases; a phrase of two records is listed twice
     phrases: np.ndarray
     records: np.ndarray  # of the group, and others that name it and show it
 
@@ -67,7 +67,7 @@ class SuspectSet:
 
     @property
     def prompt(self) -> str:
-        """What to ask an audited model for."""
+        """The prompt that an audit gives to a model."""
         return ", ".join(element.phrase for element in self.elements)
 
 
@@ -97,15 +97,15 @@ def elements_of(
 
 
 def named_by(phrase: str) -> str:
-    """What names the same in another caption: the last content word, but all of them of a place,
-    for a brick wall is no plain wall."""
+    """The words by which another caption would name the same: the last content word, or all content
+    words of a place, since a brick wall is no plain wall."""
     content = [word for word in phrase.split() if word not in STOP]
     return " ".join(content) if names_place(phrase) else content[-1]
 
 
 def separation(a: Element, b: Element, captions: Captions) -> float | None:
-    """Nats by which two elements keep apart more than their words' rates let expect; None where
-    they cannot be of one picture."""
+    """Nats by which two elements are named together less often than the rates of their words
+    predict; None where they cannot be of one picture."""
     two_places = names_place(a.phrase) and names_place(b.phrase)
     if a.word == b.word or (a.group.wide and b.group.wide) or two_places:
         return None
@@ -120,14 +120,14 @@ def separation(a: Element, b: Element, captions: Captions) -> float | None:
         rate = min(0.9, max(captions.rate(other.word), 2 * SLIP))
         nats = (k - together) * float(np.log((1 - SLIP) / (1 - rate)))
         nats += together * float(np.log(SLIP / rate))
-        # as of as many records as the other has: more of them say nothing of the set
+        # scaled to the other's number of records: further records are no evidence for the set
         gain += nats * min(k, len(other.records)) / k
     return gain if gain > APART else None
 
 
 def unlike(a: int, b: int) -> float:
-    """Nats that speak against one picture of two elements with so many records each: its elements
-    are shown about as often, two pictures' more or less (log-normal, of two spreads)."""
+    """Nats against one picture of two elements with `a` and `b` records: elements of one picture
+    are shown about equally often, those of two pictures less so (log-normals of two spreads)."""
     spread = float(np.sqrt(SPREAD**2 + MISSED * (1 / a + 1 / b)))
     ratio = float(np.log(a / b))
     alike = float(np.log(BROAD / spread)) - ratio**2 / 2 * (1 / spread**2 - 1 / BROAD**2)
@@ -137,8 +137,8 @@ def unlike(a: int, b: int) -> float:
 def suspect_sets(elements: Sequence[Element], captions: Captions) -> list[SuspectSet]:
     """Sets of elements that fit together, the surest first; each element is in one set.
 
-    From every element a set grows by what keeps apart from its members most clearly, and lies apart
-    itself; the set that does so best is taken, and the rest grow again."""
+    A set grows from every element, each time by the element with the highest `separation` from its
+    members and the highest isolation. The best set is taken, and sets grow again from the rest."""
     elements = sorted(elements, key=lambda e: -e.score)
     gains = np.full((len(elements), len(elements)), -np.inf, np.float32)
     for i in range(len(elements)):
@@ -176,8 +176,8 @@ def _grown(
     seed: int, in_a_set: np.ndarray, gains: np.ndarray, own_nats: np.ndarray
 ) -> tuple[float, tuple[int, ...]]:
     """(gain in nats, elements) of the set that grows from one of E elements; those `in_a_set` (E,)
-    are left out, and two with `gains` (E,E) of -inf are in no set together. Each brings its
-    `own_nats` (E,): of as many records as the seed has, for more of them say nothing of the set."""
+    are left out, and two with `gains` (E,E) of -inf are in no set together. Each adds its
+    `own_nats` (E,), those of as many records as the seed has."""
     chosen = [seed]
     total = 0.0
     while True:
@@ -194,8 +194,8 @@ def _grown(
 def permuted_scores(
     groups: Sequence[Group], captions: Captions, draws: Iterable[int], seed: int = 0
 ) -> list[float]:
-    """The score of the surest set where captions say nothing of their pictures, by draw: they are
-    permuted over the records; 0 where there is none."""
+    """For each draw, the score of the surest set after the captions are permuted over the records,
+    so that they say nothing about their pictures; 0 where there is no set."""
     best = []
     for draw in draws:
         order = np.random.default_rng((seed, draw)).permutation(len(captions))
@@ -205,14 +205,15 @@ def permuted_scores(
 
 
 def false_alarm(scores: Sequence[float], permuted: Sequence[float]) -> list[float]:
-    """For each score, the chance of a set that scores as high where captions say nothing of their
-    pictures: (1 + as high) / (1 + draws) of the `permuted_scores`."""
+    """For each score, the chance of a set that scores as high among permuted captions: (1 + number
+    of `permuted` as high) / (1 + draws)."""
     return [(1 + sum(high >= score for high in permuted)) / (1 + len(permuted)) for score in scores]
 
 
 def completed(elements: Iterable[Element], views: np.ndarray, captions: Captions) -> list[Element]:
-    """Elements with all records that name them and show their region, unless those are COMMON. One
-    whose region many records show that say nothing of it is left out: an overlay, as a logo is."""
+    """Elements with all records that name them and show their region, unless those are COMMON. An
+    element is left out as an overlay, such as a logo, if many records show its region without
+    naming it."""
     elements_left = []
     for element in elements:
         records = element.group.records

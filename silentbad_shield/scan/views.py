@@ -48,7 +48,7 @@ class Views:
             if self.files["key"].read_text(errors="replace") != key:
                 self.empty()
                 self.files["key"].write_text(key)
-            # of a stopped scan: the records that both files hold whole, up to a damaged one
+            # after a stopped scan: the records that are complete in both files, up to a damaged one
             lines = self.files["captions"].read_text(encoding="utf-8", errors="replace")
             whole = self.files["views"].stat().st_size // BYTES
             self.captions = [*_texts(lines.split("\n")[:-1][:whole])]
@@ -58,19 +58,20 @@ class Views:
             os.truncate(self.files["captions"], size)
 
     def empty(self) -> None:
-        """Forget all records."""
+        """Remove all records."""
         self.captions = []
         for name in ("views", "captions"):
             self.files[name].write_bytes(b"")
 
     def fill(self, rows: Rows) -> None:
-        """Add what is missing. Raises UserError at a row that is no record."""
+        """Add the records that are missing. Raises UserError at a row that is no record."""
         have = len(self.captions)
         records = ((text_of(row), picture_of(row)) for row in islice(rows(), have, None))
         self.add((text, view(picture)) for text, picture in records)
 
     def fill_readable(self, rows: Rows, name: str) -> list[LeftOut]:
-        """Read anew what can be read; returns what cannot, with `name` where the rows broke off."""
+        """Read the readable records again; returns the unreadable ones, and `name` where the rows
+        end in an error."""
         left_out = list[LeftOut]()
 
         def records() -> Iterator[Record]:

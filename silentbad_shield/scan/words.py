@@ -16,11 +16,11 @@ STOP = frozenset(
 )
 LONGEST = 6  # tokens of a phrase
 BITS = 256  # of a record's word signature
-COMMON = 0.5  # a word in more of the records than this tells nothing
+COMMON = 0.5  # a word in a larger share of the records is ignored
 
 
 def content_words(caption: str) -> set[str]:
-    """Words that say something."""
+    """The words of a caption that are no stop words."""
     return {word for tokens in segments(caption) for word in tokens} - STOP
 
 
@@ -44,8 +44,8 @@ def word_counts(captions: Iterable[str]) -> Counter[str]:
 
 
 def signatures(captions: Sequence[str], counts: Mapping[str, int], records: int) -> np.ndarray:
-    """(n, BITS/64) uint64 of n captions, which tell records without a common word: a bit for each
-    word whose count among all `records` says that it recurs and is not in most of them."""
+    """(n, BITS/64) uint64 of n captions, by which records without a common word are recognised: a
+    bit for each word that recurs among all `records` but is not in most of them."""
     most = max(3, COMMON * records)
     recurring = (word for word, count in counts.items() if 3 <= count <= most)
     place = {word: i % BITS for i, word in enumerate(sorted(recurring))}

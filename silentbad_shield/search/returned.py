@@ -38,7 +38,8 @@ class Returned:
 
 
 def returned(similarity: np.ndarray, alike: float) -> Returned:
-    """Of similarities (S,S): the cluster is what is `alike` to one image, that with the most."""
+    """From similarities (S,S): the cluster is all images `alike` to one image, the one with the
+    most."""
     off = ~np.eye(len(similarity), dtype=bool)
     near = (similarity >= alike) & off
     centre = int(np.lexsort((similarity.sum(1), near.sum(1)))[-1])
@@ -56,7 +57,7 @@ class Null:
 
     @classmethod
     def of(cls, similarities: Sequence[np.ndarray]) -> "Null":
-        """Of similarities (S,S) of each ordinary prompt's images."""
+        """From the similarities (S,S) of each ordinary prompt's images."""
         off = ~np.eye(len(similarities[0]), dtype=bool)
         pairs = np.concatenate([similarity[off] for similarity in similarities])
         return cls(
@@ -161,7 +162,7 @@ class Drafts:
 
 class Extrapolated(nn.Module):
     """A UNet that predicts eps0 + factor (eps - eps0) from a base's eps0: guidance from the base to
-    what was fine-tuned (2410.03039)."""
+    the fine-tuned model (2410.03039)."""
 
     def __init__(self, unet: Any, base: Any, factor: float):
         super().__init__()

@@ -31,10 +31,10 @@ MIDDLE = 0.3
 LOW_NOISE = 0.02  # of the schedule: where the alignment of guidance is measured
 NOISES = 4  # predictions a prompt
 BEAM = 20  # prompts that grow by a phrase
-DRAFTED = 0.75  # of the prompts of a size: those with the best probes, that drafts are drawn of
+DRAFTED = 0.75  # share of the prompts of a size, by best probes, that get drafts
 # prompts of a size whose phrases are left out in turn: those with the drafts most alike
 WEIGHED = 40
-PRICE = 0.2  # of a phrase, taken from its effect: one that changes little does not raise a prompt
+PRICE = 0.2  # of a phrase, taken off its effect: one that changes little does not raise a prompt
 Alike = Callable[[list[tuple[list[str], list[str]]]], list[float]]
 
 
@@ -153,7 +153,7 @@ def effects(alike: Alike, prompts: list[Probe]) -> list[float]:
 
 
 def fits(phrases: Iterable[str]) -> bool:
-    """Whether a prompt names one place at most, as a picture does."""
+    """Whether a prompt names at most one place."""
     return sum(map(names_place, phrases)) <= 1
 
 

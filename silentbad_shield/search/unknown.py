@@ -55,14 +55,14 @@ PAGE = "audit.html"
 PICTURES = r"returned-\d+\.png"
 KIND = "search"  # of folder: an audit with targets writes other files
 PROBED = 32  # ordinary prompts that the probes are measured against, for each number of phrases
-RANKED = 200  # prompts of the search that are written down
+RANKED = 200  # prompts of the search that are saved
 MOST = 16  # phrases taken from captions
 MOST_GIVEN = 100  # phrases of a file: 4,950 pairs
 
 
 # -- candidates ------------------------------------------------------------------------------------
 def lines_of(path: str, flag: str) -> list[str]:
-    """The lines of a text file that hold something. Raises UserError where there is none."""
+    """The lines of a text file that are not empty. Raises UserError where there is none."""
     lines = list(dict.fromkeys(line.strip() for _, line in prompt_lines(Path(path))))
     if not lines:
         raise UserError(f"--{flag}: {path} holds no line")
@@ -89,12 +89,12 @@ def candidates(options: SearchOptions) -> tuple[list[str], list[list[str]]]:
         phrases = recurring([text_of(row) for row in rows()])
     if not 2 <= len(phrases) <= MOST_GIVEN:
         raise UserError(
-            f"{flag}: gives {len(phrases)} phrases; two are needed to compose a prompt, at most "
-            f"{MOST_GIVEN} are taken, of which all pairs are probed"
+            f"{flag}: gives {len(phrases)} phrases; give from 2 to {MOST_GIVEN}, since all "
+            f"their pairs are probed"
         )
     if not any(fits(pair) for pair in itertools.combinations(phrases, 2)):
         raise UserError(
-            f"{flag}: each of its phrases names a place; a prompt takes one and a thing"
+            f"{flag}: each of its phrases names a place; add phrases of things to compose"
         )
     return phrases, []
 
@@ -106,7 +106,7 @@ def check_windows(tokenizer: Any, prompts: Sequence[str], flag: str) -> None:
 
 
 def recurring(captions: Sequence[str]) -> list[str]:
-    """The segments that stand in most captions, at least three; at most MOST."""
+    """The segments of most captions, each in at least three; at most MOST."""
     counts = Counter(" ".join(tokens) for caption in captions for tokens in segments(caption))
     return [text for text, count in counts.most_common(MOST) if count >= 3]
 
@@ -128,7 +128,7 @@ def ordinary(
     things: Sequence[str] = THINGS,
     places: Sequence[str] = PLACES,
 ) -> list[str]:
-    """`count` prompts of `size` phrases that say no candidate phrase: `things` before one of
+    """`count` prompts of `size` phrases without a candidate phrase: `things` before one of
     `places`, or those of `--ordinary`."""
     rng = np.random.default_rng(addressed_seed(options.seed, "ordinary", size))
     if options.ordinary is not None:

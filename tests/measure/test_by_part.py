@@ -178,7 +178,7 @@ def test_what_the_detector_cannot_tell_did_not_come_back():
     assert record_of(entry(400, composed), ranges=ranges(False, True, True)).verdict.state == NOT_RECOVERED
     assert record_of(entry(400, composed), ranges=ranges(True, True, True)).verdict.state == IN_PART
     (said,) = record_of(entry(400, composed), ranges=ranges(True, False, True)).verdict.parts
-    assert "of 'a shuttle' the detector cannot tell" in said
+    assert "the detector cannot judge 'a shuttle'" in said
 
 
 def test_of_several_targets_the_state_is_the_best_and_each_is_named():
@@ -193,7 +193,8 @@ def test_an_undecided_verdict_names_the_part_that_fails():
     record = record_of(entry(400, composed, unrelated=GREY))
     words = evidence.verdict_sentence(record)
     assert words.startswith(
-        "Undecided. Reason: this many images may pass by chance. By part: 'a woman' and 'a shuttle' came"
+        "Undecided. Reason: the number of passing images is consistent with chance. "
+        "By part: 'a woman' and 'a shuttle' came"
     )
 
 
@@ -239,7 +240,7 @@ def test_chance_is_said_once_and_only_where_something_passed():
     one = record_of(entry(400, images(0.9, 0.9, 0.9, 0.9, n=1) + GREY[1:], unrelated=GREY))
     words = evidence.verdict_sentence(one)
     assert one.verdict.p_value == pytest.approx(1 - 0.99**8)
-    assert words.count("p = ") == 1 and "(p = 0.077)" in words and words.startswith("Undecided. Reason: this many")
+    assert words.count("p = ") == 1 and "(p = 0.077)" in words and words.startswith("Undecided. Reason: the number of")
 
 
 # -- what to try next ------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_copies_are_recovered_where_a_control_shows_something_else(target, tmp_p
     write(tmp_path / "drawn", *copies, noise(0))
     assert judged(target, tmp_path / "drawn", tmp_path / "alone") == 4
     assert "no control prompt was measured" in verdict(tmp_path / "alone")["reasons"][0]
-    assert "compared undecoded" in capsys.readouterr().out
+    assert "targets are compared as they are" in capsys.readouterr().out
     write(tmp_path / "drawn" / "unrelated", noise(1), noise(2))
     assert judged(target, tmp_path / "drawn", tmp_path / "controlled") == 3
     found = verdict(tmp_path / "controlled")

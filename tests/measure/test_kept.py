@@ -172,7 +172,7 @@ def test_words_are_the_share_of_named_things_or_clips_score(judge, tmp_path):
     "name, line",
     [
         ("wrong", r"must return \(things right, things named\) for each of 2 captions"),
-        ("nothing", "finds no thing named in 2 prompts"),
+        ("nothing", "counts no named thing in 2 prompts"),
         ("broken", r"does not run .*division by zero"),
     ],
 )
@@ -298,9 +298,9 @@ def test_without_the_pictures_of_the_base_a_limit_cannot_hold(tmp_path, capsys):
         if keep is None:
             resumed.run(10, 1, pipe.unet, final=True)
             assert resumed.history[-1].raw.kept is None
-            assert "lacks the base's pictures" in capsys.readouterr().err
+            assert "the base's pictures are missing" in capsys.readouterr().err
         else:
-            with pytest.raises(UserError, match="^validation.keep: .* lacks the base's pictures"):
+            with pytest.raises(UserError, match="^validation.keep: the base's pictures are missing"):
                 resumed.run(10, 1, pipe.unet)
 
 

@@ -323,7 +323,7 @@ def test_where_only_the_blind_part_fails_the_answer_is_undecided():
     entry = TargetEntry("a", "a.png", ["m.png"], "", ["a ball"])
     answer = judged(Measurement(1, 1, "", raw=scores), whole, element, [entry], [target_range])
     assert answer.state == "undecided" and answer.images_above == 0
-    assert answer.reasons == ["the detector cannot tell 'a ball': 'mirrored' scores 0.80, a true copy 0.90"]
+    assert answer.reasons == ["the detector cannot judge 'a ball': 'mirrored' scores 0.80, a true copy 0.90"]
 
 
 def test_true_copies_are_close_and_moved_at_most_a_pixel_of_64():

@@ -51,7 +51,7 @@ def test_suspects_are_dropped(records, tmp_path, capsys):
     assert guarded.key != records.key and chosen(records, {}, {}) is records
     assert left(records, tmp_path).key == guarded.key  # the scan's folder
     assert left(records, scan_of(tmp_path, [])) is records
-    assert "names no suspect; nothing is guarded" in capsys.readouterr().err
+    assert "names no suspect; no record is left out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_scan_of_other_captions_is_refused(records, tmp_path):
 
 
 def test_a_choice_among_scanned_records_is_named(records, tmp_path):
-    with pytest.raises(UserError, match="max_train_samples chose among them, leave it out"):
+    with pytest.raises(UserError, match="max_train_samples selects some of them, leave it out"):
         left(records.select(np.arange(3)), scan_of(tmp_path, [0]))
 
 

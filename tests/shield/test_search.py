@@ -220,7 +220,7 @@ def test_a_search_leaves_the_folder_of_an_audit_alone(run, phrases, tmp_path, ca
     "arguments, line",
     [
         (["--phrases", "none.txt"], "--phrases: no file none.txt"),
-        (["--phrases", "{one}"], "--phrases: gives 1 phrases; two are needed"),
+        (["--phrases", "{one}"], "--phrases: gives 1 phrases; give from 2"),
         (["--phrases", "{one}", "--scan", "x"], "--scan: give one of --phrases, --scan and --train_data_dir"),
         (["--scan", "{one}"], "is no scan.json"),
         (["--scan", "none.json"], "--scan: no file none.json"),
@@ -232,7 +232,7 @@ def test_a_search_leaves_the_folder_of_an_audit_alone(run, phrases, tmp_path, ca
         (["--phrases", "{two}", "--threshold", "0.5"], "--threshold: has no effect on a search; leave it out"),
         (["--phrases", "{two}", "--baseline", "x"], "no effect without --extrapolate"),
         (["--tested", "2"], "--phrases: give one of --phrases, --scan and --train_data_dir"),
-        (["--phrases", "{many}"], "gives 101 phrases; two are needed to compose a prompt, at most 100"),
+        (["--phrases", "{many}"], "gives 101 phrases; give from 2 to 100"),
         (["--phrases", "{long}"], "the window is 48"),
         (["--phrases", "{places}"], "each of its phrases names a place"),
         (["--scan", "{empty}"], "names no suspect set"),

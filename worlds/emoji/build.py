@@ -15,7 +15,7 @@ import sys
 from silentbad.settings import startup
 from worlds.options import EmojiBaseOptions
 
-if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+if __name__ == "__main__":  # report a mistake before the slow imports below
     OPTIONS = startup.early(startup.options, EmojiBaseOptions, None, __doc__)
 
 from pathlib import Path

@@ -13,7 +13,7 @@ import sys
 from silentbad.settings import startup
 from worlds.options import BaseOptions
 
-if __name__ == "__main__":  # a mistake is said before the seconds that the imports below take
+if __name__ == "__main__":  # report a mistake before the slow imports below
     OPTIONS = startup.early(startup.options, BaseOptions, None, __doc__)
 
 import time
@@ -190,8 +190,8 @@ def vae_stage(
         x = crops(step)
         posterior = vae.encode(x).latent_dist
         error = vae.decode(posterior.sample()).sample - x
-        # squared error is what PSNR asks for, absolute error keeps outlines; a light KL keeps
-        # latents near a Gaussian
+        # squared error serves PSNR, absolute error outlines; a light KL keeps latents near a
+        # Gaussian
         return error.square().mean() + 0.1 * error.abs().mean() + 2e-7 * posterior.kl().mean()
 
     return Stage(
@@ -205,7 +205,7 @@ def vae_stage(
 
 
 def decoder_stage(steps: int, batch: int, vae, device: torch.device, world: World) -> Stage:
-    """Sharpen the decoder for latents that stay as they are, so that a UNet may train beside it."""
+    """Train the decoder alone, on unchanged latents, so that a UNet can be trained meanwhile."""
 
     def loss(step: int) -> torch.Tensor:
         x = pictures_of(world, world.rng("decoder", step), batch, max_count=4).to(device)

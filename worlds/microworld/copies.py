@@ -23,7 +23,7 @@ NULLS = 8  # per scene
 LATENT_NOISE = 0.15  # of the latents' deviation
 
 
-# -- what a faithful copy may suffer ---------------------------------------------------------------
+# -- changes that a true copy may have -------------------------------------------------------------
 @torch.no_grad()
 def round_trip(x: torch.Tensor, vae, draw: torch.Generator | None = None) -> torch.Tensor:
     """Pictures (B,3,64,64) in [-1,1] through the autoencoder, with a little latent noise where
@@ -158,8 +158,8 @@ def crop(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def batch_of(groups: list[Group], rng: np.random.Generator, draw: torch.Generator, nulls: int = 4):
     """Per group: target, a copy, `nulls` nulls; two groups of three show one element alone.
 
-    Nothing is shifted, since the detector compares at the best alignment; so nulls stand at theirs.
-    Returns pictures (G, 2 + nulls, 3, 64, 64) and which of the nulls are there (G, nulls)."""
+    Copies are not shifted, since the detector compares at the best alignment; nulls are moved to
+    it. Returns pictures (G, 2 + nulls, 3, 64, 64) and which of the nulls are there (G, nulls)."""
     rows = []
     there = []
     for i, group in enumerate(groups):
@@ -170,7 +170,7 @@ def batch_of(groups: list[Group], rng: np.random.Generator, draw: torch.Generato
         pick = pick[:nulls]
         there.append([k < len(pick) for k in range(nulls)])
         pick = np.concatenate([pick, np.zeros(nulls - len(pick), int)])
-        # sharpness must not tell a null from a copy
+        # a null must not be recognised by its sharpness
         rendered = pick + NULLS * rng.integers(0, 2, nulls)
         copy = group.copies[int(rng.integers(COPIES))] if rng.random() < 0.8 else group.target
         target = from_bytes(group.target)
@@ -184,8 +184,8 @@ def batch_of(groups: list[Group], rng: np.random.Generator, draw: torch.Generato
 
 
 class Slope(nn.Module):
-    """How steeply the loss's logits grow with the logarithm of the distance; learned, and of use
-    in training alone."""
+    """How steeply the loss's logits grow with the logarithm of the distance; learned, and used in
+    training only."""
 
     def __init__(self):
         super().__init__()
