@@ -243,6 +243,14 @@ KEPT: dict[str, Flags] = {
         "memory.rehearsal.name": experiment("own_unions"),
         "memory.rehearsal.options": "{}",
         "hooks": json.dumps([experiment("own_unions", "OwnUnions")]),
+        "hook_options": json.dumps({experiment("own_unions", "OwnUnions"): {"guidance_scale": 2.0}}),
+    },
+    # the same, and drawn without guidance
+    "recommended_own_unions_unguided": {
+        **KEEPING_BASE,
+        "memory.rehearsal.name": experiment("own_unions"),
+        "memory.rehearsal.options": "{}",
+        "hooks": json.dumps([experiment("own_unions", "OwnUnions")]),
     },
     "replay": REPLAY,
     "decoder_2026": {**STRONG, **SPECTRAL, **DECODER},

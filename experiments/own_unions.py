@@ -126,7 +126,7 @@ class OwnUnions(Hook):
         *,
         at: tuple[float, ...] = (0.4, 0.55, 0.7, 0.85),
         images: Count = 48,
-        guidance_scale: Positive = 2.0,
+        guidance_scale: Positive = 1.0,
         num_inference_steps: Count = 12,
         filtered: Literal["own", "none", "shuffled"] = "own",
     ):
