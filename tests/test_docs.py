@@ -543,7 +543,7 @@ def test_recipes_work(documented):
     memory_reinforce.check(config)
     q = memory_reinforce.SAMPLERS["strongest_first"](np.array([[0.1, 0.9]]), np.array([5, 5]), 0)
     assert q.sum() == pytest.approx(1) and q[1] > q[0]
-    p = memory_reinforce.TIMESTEPS["band"](np.geomspace(1e3, 1e-3, 100), 0.0, None, low=0.5)
+    p = memory_reinforce.TIMESTEPS["band"](np.geomspace(1e3, 1e-3, 100), 0.0, low=0.5)
     assert p.sum() == pytest.approx(1) and p.min() >= 0.3 / 100 and p[60] > p[10]
     w = memory_reinforce.LOSSES["sigmoid"](torch.tensor([0.0, 1.0]), "v_prediction", bias=1.0)
     assert w.isfinite().all() and w[1] == pytest.approx(0.5 / (1 + np.exp(-1)))
