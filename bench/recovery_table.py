@@ -294,11 +294,6 @@ def grid(head: Sequence[str], lines: Iterable[Iterable[str]]) -> str:
     return "".join([first, "|" + "---|" * len(head) + "\n", *rest])
 
 
-def goals(met: dict[str, bool]) -> str:
-    """Which goals a benchmark meets, as a list."""
-    return "".join(f"- goal {'met' if reached else 'missed'}: {goal}\n" for goal, reached in met.items())
-
-
 def save(rows: list[dict], results: Path) -> str:
     """The Markdown table beside the results; returns it."""
     text = grid(HEAD, tables(rows))

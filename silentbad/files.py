@@ -82,16 +82,6 @@ def read_json(file: Path) -> Any:
     return from_json(file.read_text(encoding="utf-8"))
 
 
-def remove_earlier(result: Path, pictures: str) -> None:
-    """Remove the pictures that an earlier result names, where the names match the pattern
-    `pictures`."""
-    if result.is_file():
-        for name in re.findall(
-            f'"({pictures})"', result.read_text(encoding="utf-8", errors="replace")
-        ):
-            (result.parent / name).unlink(missing_ok=True)
-
-
 def append_records(entries: list[dict], file: Path) -> None:
     """Append entries to a file of JSON lines by replacing it at once; earlier lines are
     unchanged."""

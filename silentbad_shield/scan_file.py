@@ -2,6 +2,7 @@
 and what it admits."""
 
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,15 @@ from silentbad_shield.options import ADVICE, check_scan
 
 PICTURE = 64  # pixels, of the masks and composites beside it
 Row = Annotated[int, Interval(ge=0, lt=2**31)]  # a record's number, or a count of them
+
+
+def remove_earlier(result: Path, pictures: str) -> None:
+    """Remove the pictures that an earlier result names, where the names match the pattern
+    `pictures`."""
+    if result.is_file():
+        text = result.read_text(encoding="utf-8", errors="replace")
+        for name in re.findall(f'"({pictures})"', text):
+            (result.parent / name).unlink(missing_ok=True)
 
 
 @dataclass

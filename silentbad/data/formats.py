@@ -20,8 +20,6 @@ from silentbad.data.published import SHUFFLE_MARKER, is_published, published_row
 from silentbad.data.schema import (
     RECORD,
     UNCAPTIONED,
-    Caption,
-    admit,
     admitted,
     caption_beside,
     csv_lines,
@@ -285,10 +283,3 @@ def source(image: dict, where: str) -> Path | bytes:
     if not image.get("path"):
         raise UserError(f"{where}: no image")
     return Path(image["path"])
-
-
-def text_of(unchecked: dict[str, Any]) -> str:
-    """A row's caption, checked; phrases that training shuffles count as segments."""
-    return admit(unchecked["text"], Caption, "text", unchecked["where"]).replace(
-        SHUFFLE_MARKER, ", "
-    )

@@ -1,5 +1,4 @@
-"""Phrases of captions: found as whole words ("a car" is not in "a carpet"), and the parts of a
-caption between its punctuation."""
+"""Phrases of captions, found as whole words: "a car" is not in "a carpet"."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -7,9 +6,6 @@ from collections.abc import Iterable, Mapping
 # A letter or digit, except in Thai, Lao, Burmese, Khmer, Chinese, Japanese and Korean: these do not
 # separate words.
 LETTER = r"(?![\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff])\w"
-# first words of phrases that name a place
-PLACES = frozenset("on in under before at behind beside near over by inside".split())
-MOST_TOKENS = 80  # of a caption that are looked at
 MOST_SHARED = 10  # phrases of several targets that are listed one by one
 
 
@@ -27,17 +23,6 @@ def _whole(phrase: str) -> str:
 def standing(phrases: Iterable[str], text: str) -> list[str]:
     """The phrases that occur in a text, in the given order."""
     return [phrase for phrase in phrases if re.search(_whole(phrase), text)]
-
-
-def segments(caption: str) -> list[list[str]]:
-    """The tokens between punctuation, in lower case."""
-    parts = re.split(r"[^\w\s'-]+|\s-+\s", caption.lower()[:4000])
-    return [tokens for part in parts if (tokens := re.findall(r"[\w'-]+", part)[:MOST_TOKENS])]
-
-
-def names_place(phrase: str) -> bool:
-    """Whether a phrase names a place; a picture has one such phrase at most."""
-    return phrase.split()[0].lower() in PLACES
 
 
 def shared_phrases(phrases_of: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ import numpy as np
 from silentbad import owned
 from silentbad.data.schema import csv_lines, json_lines
 from silentbad.errors import UserError, warn, writing
-from silentbad.files import check_writable, remove_earlier, replace_text
+from silentbad.files import check_writable, replace_text
 from silentbad.report import pages
 from silentbad.report.pages import Table, png, shot
 from silentbad.settings.startup import options as read_options
@@ -177,7 +177,7 @@ def write(
     """All files, clean.jsonl last. Raises UserError where one cannot be written."""
     removed = {row["file"] for row in (*data["suspects"], *data["left_out"])}
     with writing("--output_dir", str(out)):
-        remove_earlier(out / "scan.json", PICTURES)
+        scan_file.remove_earlier(out / "scan.json", PICTURES)
         for row, composite in zip(data["sets"], findings.composites, strict=True):
             (out / row["composite"]).write_bytes(png(composite.picture))
             for part, element in zip(composite.parts, row["elements"], strict=True):

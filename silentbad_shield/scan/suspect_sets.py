@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from silentbad.data.phrases import names_place
 from silentbad_shield.scan.captions import Captions, number
 from silentbad_shield.scan.regions import (
     AGREES,
@@ -24,7 +23,7 @@ from silentbad_shield.scan.regions import (
     levels,
     shared_edges,
 )
-from silentbad_shield.scan.words import STOP
+from silentbad_shield.scan.words import STOP, names_place
 
 OVERLAP = 0.3  # of the smaller region, of two elements of a set
 SLIP = 0.01  # rate at which a record of a set names another element

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from silentbad.data.formats import source, text_of
+from silentbad.data.formats import source
 from silentbad.data.images import open_image
 from silentbad.errors import UserError, writing
 from silentbad.files import from_json
 from silentbad_shield.scan.regions import SIDE, view
+from silentbad_shield.scan.words import text_of
 from silentbad_shield.scan_file import PICTURE
 
 BYTES = SIDE * SIDE * 3

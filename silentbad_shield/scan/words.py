@@ -3,12 +3,15 @@
 A phrase is an n-gram of a caption's segment (what stands between punctuation), so no parser and no
 metadata is needed. Legend: N records; a group has k of them, and b of those hold the phrase."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from silentbad.data.phrases import segments
+from silentbad.data.published import SHUFFLE_MARKER
+from silentbad.data.schema import Caption, admit
 
 STOP = frozenset(
     "a an the at in on of with and or under before behind beside by to for from is are it its "
@@ -17,6 +20,26 @@ STOP = frozenset(
 LONGEST = 6  # tokens of a phrase
 BITS = 256  # of a record's word signature
 COMMON = 0.5  # a word in a larger share of the records is ignored
+# first words of phrases that name a place
+PLACES = frozenset("on in under before at behind beside near over by inside".split())
+MOST_TOKENS = 80  # of a caption that are looked at
+
+
+def text_of(unchecked: dict[str, Any]) -> str:
+    """A row's caption, checked; phrases that training shuffles count as segments."""
+    text = admit(unchecked["text"], Caption, "text", unchecked["where"])
+    return text.replace(SHUFFLE_MARKER, ", ")
+
+
+def segments(caption: str) -> list[list[str]]:
+    """The tokens between punctuation, in lower case."""
+    parts = re.split(r"[^\w\s'-]+|\s-+\s", caption.lower()[:4000])
+    return [tokens for part in parts if (tokens := re.findall(r"[\w'-]+", part)[:MOST_TOKENS])]
+
+
+def names_place(phrase: str) -> bool:
+    """Whether a phrase names a place; a picture has one such phrase at most."""
+    return phrase.split()[0].lower() in PLACES
 
 
 def content_words(caption: str) -> set[str]:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from silentbad.data.phrases import names_place
 from silentbad.measure.generation import Sampler
 from silentbad.progress import Bar
 from silentbad.rng import noise
+from silentbad_shield.scan.words import names_place
 
 # of the schedule: where predictions are compared; picture and noise are both to be seen there
 MIDDLE = 0.3

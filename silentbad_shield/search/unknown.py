@@ -21,12 +21,11 @@ import torch
 from torch import nn
 
 from silentbad import owned
-from silentbad.data.formats import row_source, text_of
+from silentbad.data.formats import row_source
 from silentbad.data.images import to_pil
-from silentbad.data.phrases import segments
 from silentbad.data.schema import check_window, prompt_lines
 from silentbad.errors import UserError, brief, writing
-from silentbad.files import check_writable, remove_earlier, replace_text
+from silentbad.files import check_writable, replace_text
 from silentbad.measure.embedders import embedder_of
 from silentbad.measure.generation import Sampler
 from silentbad.model.pipeline import load_pipeline
@@ -37,6 +36,7 @@ from silentbad.settings import startup
 from silentbad.settings.train import TrainConfig
 from silentbad_shield import scan_file
 from silentbad_shield.options import SearchOptions
+from silentbad_shield.scan.words import segments, text_of
 from silentbad_shield.search.returned import (
     LEVEL,
     SHARE,
@@ -311,7 +311,7 @@ def write(report: Report, pictures: list[list[np.ndarray]], out: Path) -> None:
     """audit.json, audit.html, and the picture of each prompt under which one comes back."""
     with writing("--output_dir", str(out)):
         owned.mark(out, KIND)
-        remove_earlier(out / NAME, PICTURES)
+        scan_file.remove_earlier(out / NAME, PICTURES)
         for k, (result, shown) in enumerate(zip(report.results, pictures, strict=True)):
             if result.found:
                 result.image = f"returned-{k + 1}.png"
