@@ -14,7 +14,8 @@
    quantile at its false-positive rate is taken. The threshold is the highest of these; the report
    shows it as the floor too. (4 and 5: `threshold_of`.)
 6. `validation.threshold` replaces the thresholds of wholes alone. An element without a mask has the
-   threshold of its whole.
+   threshold of its whole. The verdict uses those of each target and element (`Threshold.of_target`,
+   `ElementThreshold.of`); `value` is the highest of them.
 """
 
 from collections import defaultdict
