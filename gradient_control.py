@@ -289,7 +289,7 @@ class SourceConflict(Hook):
     ):
         self.config = config
         self.sample = sample
-        self.remaining = MIXED  # the source that gets the next backward's gradient
+        self.remaining = MIXED  # the source that gets the rest of the next backward's gradient
         self.latest = meters
 
     @functools.cached_property
@@ -310,8 +310,8 @@ class SourceConflict(Hook):
 
     @torch.no_grad()
     def after_backward(self, last: bool = True) -> None:
-        """Assign the backward's gradient to the remaining source; the gradient itself is
-        unchanged."""
+        """Assign the part of the gradient that no source has yet to the remaining source; the
+        gradient itself is unchanged."""
         self.bank.after_backward(last, self.remaining)
         self.remaining = MIXED
 
@@ -363,7 +363,13 @@ class Controller(Hooks):
             lambda: Sample([*self.groups], config.sample, self.params[0].device)
         )
         self.layer_rates = LayerRates(
-            config, self.groups, self.rules, sample, self._latest, seed=seed, sdxl=sdxl
+            config,
+            groups=self.groups,
+            rules=self.rules,
+            sample=sample,
+            meters=self._latest,
+            seed=seed,
+            sdxl=sdxl,
         )
         self.source_conflict = SourceConflict(config, sample, self._latest)
 

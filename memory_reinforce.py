@@ -44,8 +44,8 @@ from silentbad.settings.types import Decay, Positive, Unit
 
 # ------------------------------------------------------------ samplers
 # A sampler gives each element its share q (n,) of the epoch's element exposures, from the probe
-# history rho (H,n), the number of records of each element (n,) and the epoch. `epoch_order` orders
-# the records by these shares.
+# history rho (H,n), the number of records of each element (n,) and the epoch. `epoch_order` draws
+# the records of an epoch by these shares.
 
 
 def uniform(rho: np.ndarray, records: np.ndarray, epoch: int) -> np.ndarray:
@@ -275,9 +275,20 @@ class Memory(Hook):
             reduce=reduce,
         )
         shares = partial(SAMPLERS[config.sampler.name], **config.sampler.options)
-        self.epochs = Epochs(shares, info, seed, config.sampler.clean_ratio, self.phrases.rows)
+        self.epochs = Epochs(
+            share=shares,
+            info=info,
+            seed=seed,
+            clean_ratio=config.sampler.clean_ratio,
+            history=self.phrases.rows,
+        )
         self.rehearse = Rehearsal(
-            config.rehearsal.name, config.rehearsal.options, info, seed, access.load, mask_images
+            config.rehearsal.name,
+            config.rehearsal.options,
+            info=info,
+            seed=seed,
+            load=access.load,
+            masks=mask_images,
         )
         self.rehearsed = Rehearsed()
 
@@ -289,7 +300,16 @@ class Memory(Hook):
 
         # Losses beside the diffusion loss
         choices = {slot: getattr(config, slot) for slot in AUXILIARY}
-        facts = RunFacts(info, bank, self.phrases, scheduler, access.tokenizer, seed, rank, world)
+        facts = RunFacts(
+            info=info,
+            bank=bank,
+            memory=self.phrases,
+            scheduler=scheduler,
+            tokenizer=access.tokenizer,
+            seed=seed,
+            rank=rank,
+            world=world,
+        )
         self.auxiliaries = Auxiliaries(AUXILIARY, choices, access.unet, facts)
 
         if config.phrase_memory.enabled:

@@ -286,7 +286,7 @@ def stopped(run: Run, number: int) -> int:
 
 
 def boundary(run: Run, requests: Requests, bar: Bar) -> int:
-    """Between two steps: log, save, measure if asked; returns the signal that stops the run, or 0."""
+    """Between two steps: log, save, measure if asked; returns the signal to stop by, or 0."""
     state = run.state
     config = run.config
     if state.step % config.log_every == 0 or state.step == state.total:

@@ -275,7 +275,7 @@ class Machine:
     def element_share(self, level: float) -> float:
         """Log density of elements over that of clean pictures at a noise level."""
         levels = self.scheduler.alphas_cumprod.double().numpy()
-        density = snr_mixture(levels / (1 - levels), 0.0, None, centre=3.0, width=1.0, high=0.1)
+        density = snr_mixture(levels / (1 - levels), 0.0, centre=3.0, width=1.0, high=0.1)
         return float(np.log(density[np.abs(levels - level).argmin()] * len(levels)))
 
     def sample(self, count: int, seed: int = 0) -> Tensor:

@@ -74,10 +74,10 @@ class RegionalDistillation:
     element; the right-hand side is by the same weights, without a gradient.
 
     x_t comes from noise: the right-hand side draws it, guided, one DDIM step (2010.02502) at each
-    micro-step, so that the composed prompt is taught on the latents of its own sampling (on-policy
-    distillation, 2306.13649). Predictions of one prompt a region are those of MultiDiffusion
-    (2302.08113). No picture is read, and no two elements are ever shown together: only the places
-    of the elements' masks and what the model itself predicts.
+    micro-step, so that the composed prompt is taught on the latents that sampling passes through
+    (on-policy distillation, 2306.13649). Predictions of one prompt a region are those of
+    MultiDiffusion (2302.08113). No picture is read, and no two elements are ever shown together:
+    only the places of the elements' masks and what the model itself predicts.
 
     Raises UserError where no target has two elements with masks.
     """

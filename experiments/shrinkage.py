@@ -4,9 +4,9 @@
     --optimizer experiments.shrinkage.ShrunkAdamW
 
 Adam moves a weight by m̂ / sqrt(v̂), about the learning rate, however little of m̂ is signal: with
-few gradients behind it, noise alone moves it as fast as a signal. Here m̂ is first shrunk to the
-estimate of the mean gradient with the least error. Let the gradients of one weight have mean mu and
-variance sigma². Then E m̂² = mu² + rho sigma², E v̂ = mu² + sigma², and the best multiple of m̂ is
+few gradients behind m̂, noise alone moves the weight as fast as a signal. Here m̂ is first shrunk to
+the estimate of the mean gradient with the least error. Let the gradients of one weight have mean mu
+and variance sigma². Then E m̂² = mu² + rho sigma², E v̂ = mu² + sigma², and the best multiple of m̂ is
 mu² / E m̂²; with both moments in place of their expectations,
 
     gain = (1 - rho v̂ / m̂²) / (1 - rho), clipped to [0, 1]

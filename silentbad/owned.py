@@ -34,8 +34,8 @@ def claimed(
     """Lock a folder for the block. A folder that this call made is removed if no file was added to
     it.
 
-    `writes` are the names that the command will write: a folder of another command or person is
-    refused, and so is a folder among the inputs `read` (`refuse_overlap`). Raises UserError where
+    With `writes`, the names that the command will write, a folder of another command or person is
+    refused; with `read`, so is one among these inputs (`refuse_overlap`). Raises UserError where
     another process holds the lock, or nothing can be written there."""
     if read is not None:
         refuse_overlap(folder, read, writes or (), key)

@@ -20,7 +20,7 @@ Row = Annotated[int, Interval(ge=0, lt=2**31)]  # a record's number, or a count 
 
 
 def remove_earlier(result: Path, pictures: str) -> None:
-    """Remove the pictures that an earlier result names, where the names match the pattern
+    """Remove the pictures beside an earlier result that it names, where the names match the pattern
     `pictures`."""
     if result.is_file():
         text = result.read_text(encoding="utf-8", errors="replace")

@@ -119,7 +119,7 @@ def test_phrases_of_several_targets_are_named_before_training(build, data, monke
     build()
     said = [line for line in capsys.readouterr().err.splitlines() if " targets" in line]
     assert said == [
-        "warning: 'a red cat' is an element of 3 targets: t0, t1, t2; a picture of it alone fits all 3",
+        "warning: 'a red cat' is an element of 3 targets: t0, t1, t2; a picture of it alone shows one of 3",
         "warning: 1 more phrases are elements of several targets",
     ]
 

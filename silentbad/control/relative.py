@@ -60,13 +60,13 @@ def weights_of(model: nn.Module) -> list[Weight]:
             ]
             if factors:
                 frozen: Any = layer.get_base_layer().weight
-                weights.append(
-                    Weight(stage_of(f"{path}.weight"), frozen, factors, product_of(layer))
-                )
+                stage = stage_of(f"{path}.weight")
+                product = product_of(layer)
+                weights.append(Weight(stage, tensor=frozen, factors=factors, value=product))
     of_adapters = {id(p) for weight in weights for p in weight.factors}
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in of_adapters:
-            weights.append(Weight(stage_of(name), p, [p], p.detach))
+            weights.append(Weight(stage_of(name), tensor=p, factors=[p], value=p.detach))
     return weights
 
 

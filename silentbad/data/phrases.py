@@ -40,7 +40,7 @@ def shared_lines(shared: Mapping[str, list[str]]) -> list[str]:
     ranked = sorted(shared.items(), key=lambda item: -len(item[1]))
     lines = [
         f"{phrase!r} is an element of {len(targets)} targets: {', '.join(targets)}; a picture of "
-        f"it alone fits all {len(targets)}"
+        f"it alone shows one of {len(targets)}"
         for phrase, targets in ranked[:MOST_SHARED]
     ]
     if len(ranked) > MOST_SHARED:

@@ -14,7 +14,7 @@ Masks = Sequence[Image.Image | None]  # greyscale, of one size; None: of no mask
 Regions = dict[str, np.ndarray]  # where each mask (H,W) is white, by phrase
 
 SAME = 0.95  # masks are the same if both cover this share of their union
-NESTED = 0.25  # a mask lies in another that covers this share of it
+NESTED = 0.25  # one of two masks lies in the other if they share this part of the smaller one
 LEFT = 0.05  # least share of a mask that the earlier masks leave free
 WIDEST = 0.95  # largest share of the picture that a thing covers
 FRAME = 0.75  # share of the outermost pixels: a backdrop covers more, a thing less

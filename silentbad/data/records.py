@@ -253,7 +253,7 @@ class Records:
 
     def check_parts(self) -> list[str]:
         """Refuse elements of one target that have the same phrase; return a line on each two masks
-        that are the same, among the first records of the elements.
+        that are the same or both cover the edges, among the first records of the elements.
 
         A table is checked once."""
         key = hashlib.sha256(self.key.encode()).hexdigest()[:32]

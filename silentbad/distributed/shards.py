@@ -71,8 +71,8 @@ def gather(tensor: Any) -> Tensor:
 
 
 def gathered(tree: Any, keep: bool) -> Any:
-    """A tree with every tensor gathered, one at a time, onto the CPU; without `keep` each is
-    dropped again."""
+    """A tree with every sharded tensor gathered, one at a time, onto the CPU; without `keep` each
+    is dropped again."""
 
     def gather_leaf(leaf: Any) -> Any:
         if not is_sharded(leaf):

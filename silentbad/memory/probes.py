@@ -156,7 +156,7 @@ class PhraseMemory:
                 self.mail.send(strength(self.errors, self.first))
 
     def collect(self) -> None:
-        """Add the strengths of the last sweep to the history, once they have reached the host."""
+        """Add the strengths of the last sweep to the history, if they are not there yet."""
         if (rho := self.mail.receive()) is not None:
             self.history.append({"step": self.sweep, "rho": rho.tolist()})
 

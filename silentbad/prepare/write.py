@@ -44,8 +44,8 @@ class Picture:
 
 @dataclass
 class Element:
-    """A phrase and its thing: `alpha` cuts the thing out; for a backdrop it is white outside the
-    soft edges of all things; `mask` is black and white (S,S)."""
+    """A phrase and its thing: `alpha` cuts the thing out; for a backdrop it is white outside all
+    things and their soft edges; `mask` is black and white (S,S)."""
 
     phrase: str
     alpha: Image.Image

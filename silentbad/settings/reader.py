@@ -158,8 +158,8 @@ def built(default: Any, entries: "Entries", prefix: str) -> Any:
 
 
 def with_source(message: str, sources: dict[str, str]) -> str:
-    """A message that begins with a key; after the key, the place that set it, or all keys below it,
-    is inserted."""
+    """A message that begins with a key, with the place that set this key, or all keys below it,
+    inserted after the key."""
     match = re.match(r"[a-z]\w*(\.\w+)*(?=: )", message)
     if not match:
         return message

@@ -389,8 +389,8 @@ def merged(views: np.ndarray, unmerged: list[Group], sure: float) -> list[Group]
     """Of groups that share records, the most isolated one. Groups of one thing at one place are
     joined: different words, or things in front of it, had separated their records.
 
-    A group below `sure` is only joined to another. It is dropped if its isolation is no more than
-    the number of records gives by chance."""
+    A group below `sure` is only joined to another. It is dropped if its isolation is less than the
+    number of records gives by chance."""
     chance = sure - SURE
     candidates = [group for group in unmerged if group.isolation >= chance]
     distinct = Distinct(views, sum(group.isolation >= sure for group in candidates))

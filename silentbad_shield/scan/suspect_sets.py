@@ -136,8 +136,9 @@ def unlike(a: int, b: int) -> float:
 def suspect_sets(elements: Sequence[Element], captions: Captions) -> list[SuspectSet]:
     """Sets of elements that fit together, the surest first; each element is in one set.
 
-    A set grows from every element, each time by the element with the highest `separation` from its
-    members and the highest isolation. The best set is taken, and sets grow again from the rest."""
+    A set grows from every element, each time by the element with the highest sum of its
+    `separation` from the members and a share of its own isolation. The best set is taken, and sets
+    grow again from the rest."""
     elements = sorted(elements, key=lambda e: -e.score)
     gains = np.full((len(elements), len(elements)), -np.inf, np.float32)
     for i in range(len(elements)):
@@ -176,7 +177,7 @@ def _grown(
 ) -> tuple[float, tuple[int, ...]]:
     """(gain in nats, elements) of the set that grows from one of E elements; those `in_a_set` (E,)
     are left out, and two with `gains` (E,E) of -inf are in no set together. Each adds its
-    `own_nats` (E,), those of as many records as the seed has."""
+    `own_nats` (E,), those of as many records as the seed has: further ones are no evidence."""
     chosen = [seed]
     total = 0.0
     while True:

@@ -106,7 +106,7 @@ def check_windows(tokenizer: Any, prompts: Sequence[str], flag: str) -> None:
 
 
 def recurring(captions: Sequence[str]) -> list[str]:
-    """The segments of most captions, each in at least three; at most MOST."""
+    """The most frequent segments of captions, each at least three times; at most MOST."""
     counts = Counter(" ".join(tokens) for caption in captions for tokens in segments(caption))
     return [text for text, count in counts.most_common(MOST) if count >= 3]
 

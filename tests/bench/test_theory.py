@@ -47,6 +47,11 @@ def test_places_are_won_by_the_record_that_shows_what_stands_there():
     assert machine(z, disagree).odds(0.5)[9] < 0
 
 
+def test_elements_are_trained_on_more_often_than_clean_pictures_around_their_noise_level():
+    shares = [machine(torch.zeros(1, 4, 8, 8)).element_share(level) for level in (0.75, 0.2)]  # SNR 3, and 0.25
+    assert shares[0] > 0 > shares[1]
+
+
 def test_pairs_name_neighbours_with_the_lowest_odds():
     cells = torch.zeros(2, 64)
     cells[0, :32] = 1
