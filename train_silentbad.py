@@ -182,7 +182,7 @@ def part_step(
     # dropout, where a UNet has it
     torch.manual_seed(addressed_seed(config.seed, "torch", draw, positions[0]))
 
-    # Latents and conditioning, from the cache where they are in it
+    # Latents and conditioning; cached ones are read from the cache
     latents = run.encoder.latents(batch, draw)
     conditioning = run.encoder.condition(batch["text"], batch["time_ids"])
     for key in ("mask", "has_mask", "counted", "time_ids"):
