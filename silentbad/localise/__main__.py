@@ -39,13 +39,13 @@ def main(arguments: list[str] | None = None, options: LocaliseOptions | None = N
                 run=run, config=config, record=record, images=settings.images, key=settings.base_key
             )
             rows = localised(subject, list(dict.fromkeys(settings.by)))
-            written(run, subject, rows, settings.page)
+            report = written(run, subject, rows)
     except UserError as error:
         return refused(error)
     for row in rows:
         clean = "" if row.clean is None else f"  clean {row.clean:.4f}"
         print(f"{row.part:20} {row.state:11} {row.share:7.1%}  strict {row.recovered}{clean}")
-    print(*filter(None, (kept_sentence(record), defence(rows), settings.page)), sep="\n")
+    print(*filter(None, (kept_sentence(record), defence(rows), report)), sep="\n")
     return 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from silentbad.measure.intervals import binomial_interval
 from silentbad.report import pages
-from silentbad.report.pages import Figure
+from silentbad.report.pages import Cell, Figure, Table, rounded
 
 NAME = "localise.json"
 TRAINED = "as trained"
@@ -66,6 +66,22 @@ class Row:
             if rate is not None
         ]
         return sum(rates) / len(rates) if rates else None
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Every row with its intervals."""
+    head = ["weights", "share of change", "strict rate", "elements", "clean loss", "above the base"]
+    lines: list[list[Cell]] = []
+    for row in rows:
+        rise = None
+        if row.rise is not None and row.rise_interval is not None:
+            low, high = row.rise_interval
+            rise = f"{row.rise:+.4f} ({low:+.4f} to {high:+.4f})"
+        name = f"{row.part} {row.state}".strip()
+        clean = None if row.clean is None else f"{row.clean:.4f}"
+        elements = rounded(row.element_mean())
+        lines.append([name, f"{row.share:.1%}", str(row.recovered), elements, clean, rise])
+    return Table(head, lines, right=True)
 
 
 @dataclass

@@ -58,6 +58,7 @@ def render(folder: str | Path, under_way: str = "") -> str:
             "curves": sections.curves(run, run.record),
             "localised": run.localised,
             "places": sections.places(run, run.record),
+            "places_table": sections.places_table(run),
             "controls": sections.controls(run),
             "summary": sections.summary(run.record),
         }

@@ -389,6 +389,11 @@ def places(run: RecordedRun, record: Record) -> list[Figure]:
     return [*parts.heat_maps(run.localised.rows, phrases), *parts.grids(run.localised.rows)]
 
 
+def places_table(run: RecordedRun) -> Table | None:
+    """The same in numbers, with their intervals."""
+    return parts.table(run.localised.rows) if run.localised else None
+
+
 def controls(run: RecordedRun) -> Table:
     """Every kind of prompt, and the base model, under the same noise."""
     rows: list[list[Cell]] = []

@@ -109,7 +109,6 @@ class LocaliseOptions:
         ["stage", "role"], "parts; both: each role of each stage"
     )
     images: Small | None = option(None, "images of each target; as many as the run's when unset")
-    out: Location | None = option(None, "page, JSON beside it; localise.html in RUN when unset")
     base: Location | None = option(None, "the run's base, where it has moved")
     targets: Location | None = option(None, "the run's targets.jsonl, where it has moved")
     train_data_dir: Location | None = option(None, "the run's data, where it has moved")
@@ -118,17 +117,10 @@ class LocaliseOptions:
     NEEDED = ("run",)
 
     def check(self, sources: dict[str, str]) -> None:
-        """Refuse a run that is not there or has no targets, and a page that cannot be written."""
-        if self.page.suffix != ".html":
-            raise UserError(f"--out: {self.page} must end in .html; the JSON is written beside it")
+        """Refuse a run that is not there, has no targets or cannot be written to."""
         self.trained  # noqa: B018 (read here, so that a mistake in it is reported)
         check_run("RUN", str(self.run))
-        check_writable(self.page, "--out")
-
-    @property
-    def page(self) -> Path:
-        """The file that is written."""
-        return Path(self.out or Path(str(self.run)) / "localise.html")
+        check_writable(Path(str(self.run)) / "report.html", "RUN")
 
     @property
     def base_key(self) -> str:
