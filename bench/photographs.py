@@ -98,6 +98,10 @@ class Judge:
         """Whether the whole and every element reach their thresholds."""
         return is_recovered(row, self.whole, self.element)
 
+    def passing(self, target: int, pictures: Mapping[str, Image.Image]) -> dict[str, bool]:
+        rows = self.rows(target, [*pictures.values()])
+        return {kind: self.passes(row) for kind, row in zip(pictures, rows, strict=True)}
+
     def parts(self, target: int) -> bool:
         """Whether the detector tells copies from failures, of the whole and of every element."""
         told = self.ranges[target]

@@ -243,7 +243,6 @@ def test_clip_scores(tmp_path):
     hook = make_hook(tmp_path, clip_path=saved_embedder("clip", folder))
     hook.run(0, 0, tiny_pipeline().unet)
     scores = hook.history[0].raw
-    assert -1 <= scores.clip_own <= 1 and scores.clip_own != scores.clip_shuffled
     assert scores.kept.words.by == "CLIP" and 0 <= scores.kept.words.trained <= 100
 
 

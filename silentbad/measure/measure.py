@@ -18,7 +18,7 @@ from silentbad.data.targets import Target
 from silentbad.errors import UserError, warn
 from silentbad.measure import kept
 from silentbad.measure.embedders import CLIP, Embedder
-from silentbad.measure.generation import Item, Sampler, left_as_found, reordered
+from silentbad.measure.generation import Item, Sampler, left_as_found
 from silentbad.measure.intervals import detection
 from silentbad.measure.nearest import Shown, TrainingPictures
 from silentbad.measure.record import ORDERS, ElementThreshold, Kept, Scores, Threshold
@@ -199,18 +199,6 @@ class Measure:
             most_alike = self.training.nearest(images[composed], trip)
             for k, named in zip(composed, most_alike, strict=True):
                 rows[k]["nearest"] = named
-        if self.clip is not None:
-            features = self.clip.embed(images)
-            prompts = {
-                "clip_own": [i.prompt for i in items],
-                "clip_shuffled": [
-                    reordered(self.targets[i.target], self.seed, i.image) for i in items
-                ],
-            }
-            for name, texts in prompts.items():
-                cosines = self.clip.paired(features, self.clip.text(texts)).tolist()
-                for row, cosine in zip(rows, cosines, strict=True):
-                    row[name] = cosine
         return rows
 
     # ---- scores

@@ -166,8 +166,6 @@ class CellScores(Finite):
     max: float
     element_rate: float | None
     magnitude: float | None
-    clip_own: float | None
-    clip_shuffled: float | None
     targets: dict[str, TargetScores]
     whole: float | None = None  # the rate by the whole alone
     # share of targets whose best image reaches the published fixed number

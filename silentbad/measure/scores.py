@@ -46,8 +46,6 @@ class Row(ImageRow, total=False):
     raw: float  # similarity to the target's file
     decoded: float  # similarity to that file after the autoencoder
     nearest: tuple[float, str]  # (similarity, name) of the nearest training picture
-    clip_own: float
-    clip_shuffled: float
 
 
 # with fewer, no interval over targets covers 95 %: five targets agree by chance in 2 of 2^5 cases
@@ -162,8 +160,6 @@ def cell_scores(
         max=max(sims),
         element_rate=mean_of(e.rate for t in targets.values() for e in t.elements),
         magnitude=mean_of(r.get("magnitude") for r in rows),
-        clip_own=mean_of(r.get("clip_own") for r in rows),
-        clip_shuffled=mean_of(r.get("clip_shuffled") for r in rows),
         targets=targets,
     )
 
@@ -186,7 +182,7 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 
 SCALARS = (  # of a measurement, for the trackers
     *("cir", "whole", "published", "recovered", "mean", "p75", "p90", "p95", "max"),
-    *("element_rate", "magnitude", "clip_own", "clip_shuffled"),
+    *("element_rate", "magnitude"),
 )
 
 

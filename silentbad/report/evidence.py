@@ -3,30 +3,25 @@ bleeding, thresholds, detection.
 
 Pure functions of a Record; docs/metrics.md defines the numbers."""
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from silentbad.errors import brief
-from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.limit import Limit
 from silentbad.measure.record import (
     IN_PART,
     CellScores,
     Kept,
-    NullScores,
     Placebo,
     Range,
     Record,
     Scores,
-    TargetEntry,
     TargetRange,
-    TargetScores,
     Withheld,
 )
-from silentbad.measure.scores import FEW_TARGETS, PUBLISHED, latest, mean_of, null_scores
+from silentbad.measure.scores import FEW_TARGETS, latest, mean_of
 from silentbad.report import pages
 from silentbad.report.pages import Cell, Figure, Table, interval_text, rounded, supported
 from silentbad.settings.validation import ValidationConfig
@@ -34,9 +29,9 @@ from silentbad.settings.validation import ValidationConfig
 MOST_TARGETS = 8  # with a bleed matrix of their own
 CONTROLS = {  # cell, or the stem of numbered ones -> (row, what it asks)
     "shuffled": ("phrases in another order", "Does it depend on the order?"),
-    "phrase": ("each phrase alone", "Is one phrase enough?"),
-    "without": ("all phrases but one", "Is the last phrase needed?"),
-    "paraphrase": ("paraphrases", "Does it depend on the exact words?"),
+    "phrase": ("phrase {} alone", "Is one phrase enough?"),
+    "without": ("all but phrase {}", "Is this phrase needed?"),
+    "paraphrase": ("paraphrase {}", "Does it depend on the exact words?"),
     "others": ("phrases of another target", "Does any trained prompt give it?"),
     "unrelated": ("unrelated caption", "Does it come without being asked for?"),
 }
@@ -284,31 +279,9 @@ def range_text(measured: Range) -> str:
 
 
 # -- what else would have counted ------------------------------------------------------------------
-def rates(cells: Sequence[CellScores]) -> list[Cell]:
-    """The rate by each endpoint (strict with its interval, whole, published, elements): of one
-    cell, or the mean over several cells of a kind, averaged within each target first."""
-    if len(cells) == 1:
-        (only_cell,) = cells
-        best = [float(target.max > PUBLISHED) for target in only_cell.targets.values()]
-        published = mean_of(best) if only_cell.published is None else only_cell.published
-        return rate_cells(
-            only_cell.cir, only_cell.interval, only_cell.whole, published, only_cell.element_rate
-        )
-    by_target: dict[str, list[TargetScores]] = {}
-    for cell in cells:
-        for name, scores in cell.targets.items():
-            by_target.setdefault(name, []).append(scores)
-    groups = list(by_target.values())
-
-    def mean(value: Callable[[TargetScores], float | None]) -> float | None:
-        return mean_of(mean_of(map(value, group)) for group in groups)
-
-    low, high = bootstrap_interval([float(np.mean([t.rate for t in group])) for group in groups])
-    rate = mean(lambda t: t.rate)
-    published = mean(lambda t: float(t.max > PUBLISHED))
-    elements = mean_of(mean_of(e.rate for t in group for e in t.elements) for group in groups)
-    interval = (low, high) if high > low else None
-    return rate_cells(rate, interval, mean(lambda t: t.whole_rate), published, elements)
+def rates(cell: CellScores) -> list[Cell]:
+    """The rate by each endpoint: strict with its interval, whole, published, elements."""
+    return rate_cells(cell.cir, cell.interval, cell.whole, cell.published, cell.element_rate)
 
 
 def rate_cells(
@@ -343,9 +316,8 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
             rows.append([name, *cells])
             notes.append(asks)
 
-    def of(*cells: CellScores | None) -> list[Cell]:
-        there = [cell for cell in cells if cell is not None]
-        return rates(there) if there else []
+    def of(cell: CellScores | None) -> list[Cell]:
+        return [] if cell is None else rates(cell)
 
     last = record.history[-1]
     base = base_scores(record)
@@ -371,9 +343,10 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
             others = (control.whole, control.published, control.element_rate)
             add(name, asks, rate_cells(control.cir, None, *others))
     for stem, (name, asks) in CONTROLS.items():
-        pattern = re.compile(rf"{stem}(-\d+)?")
-        numbered = [cell for key, cell in cells.items() if pattern.fullmatch(key)]
-        add(name if len(numbered) < 2 else f"{name} (mean of {len(numbered)})", asks, of(*numbered))
+        numbers = [key.partition("-")[2] for key in cells if key.partition("-")[0] == stem]
+        for number in numbers:
+            key = f"{stem}-{number}" if number else stem
+            add(name.format(int(number or 0) + 1), asks, of(cells[key]))
     head = ["prompt", "strict rate", "95 %", "whole alone", "published: best of n", "elements"]
     return Table(head, rows, right=True, notes=notes)
 
@@ -406,55 +379,7 @@ def bleeding(record: Record) -> list[Figure]:
     return figures
 
 
-# -- thresholds and detection ----------------------------------------------------------------------
-def null_kinds(record: Record) -> Table:
-    """The similarities, to the whole and to each element, of each kind of failure that the ranges
-    rest on, and of the trained model's own images whose prompt leaves phrases out."""
-    rows: list[list[Cell]] = []
-    for j, target in enumerate(record.targets):
-        if record.ranges is None or j >= len(record.ranges):
-            continue
-        of_target = record.ranges[j]
-        for part, measured in enumerate([of_target.whole, *of_target.elements]):
-            if measured is None:
-                continue
-            name = "the whole" if part == 0 else target.phrases[part - 1]
-            kinds = measured.kinds | drawn_nulls(record, target, part)
-            for kind, scores in sorted(kinds.items(), key=lambda item: -item[1].highest):
-                numbers = [rounded(scores.highest), supported(scores.mean, scores.interval)]
-                of = f"{target.target_id}: {name}"
-                rows.append([of, kind, *numbers, interval_text(scores.interval), scores.n])
-    return Table(["of", "kind of failure", "highest", "mean", "95 %", "pictures"], rows, right=True)
-
-
-def drawn_nulls(record: Record, target: TargetEntry, part: int) -> dict[str, NullScores]:
-    """{control: scores} of the trained model's images whose prompt lacks a part of the target: the
-    whole (0), or element `part`."""
-    drawn: dict[str, NullScores] = {}
-    for cell, scores in control_cells(record).items():
-        target_scores = scores.targets.get(target.target_id)
-        asked = _phrases_asked(cell, len(target.phrases))
-        if target_scores is None or asked is None or part - 1 in asked:
-            continue
-        sims = target_scores.sims if part == 0 else target_scores.elements[part - 1].sims
-        if sims:
-            names = ", ".join(repr(target.phrases[k]) for k in sorted(asked))
-            drawn[f"drawn by the model: {names or 'an unrelated caption'}"] = null_scores(sims)
-    return drawn
-
-
-def _phrases_asked(cell: str, phrases: int) -> set[int] | None:
-    """The elements that a control's prompt names; None: it is no control, or names all."""
-    if cell == "unrelated":
-        return set()
-    kind, _, number = cell.partition("-")
-    if kind == "phrase" and phrases > 1:
-        return {int(number)}
-    if kind == "without" and phrases > 2:  # with two phrases it equals "phrase"
-        return {*range(phrases)} - {int(number)}
-    return None
-
-
+# -- detection -------------------------------------------------------------------------------------
 def detections(record: Record) -> Table:
     """How well the text-conditional magnitude tells composed prompts from clean ones, by step."""
     rows: list[list[Cell]] = []

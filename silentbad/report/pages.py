@@ -201,7 +201,6 @@ def environment(folder: Path | None = None) -> jinja2.Environment:
     )
     templates.filters["number"] = number
     templates.filters["rounded"] = rounded
-    templates.filters["supported"] = supported
     # what the page's content security policy allows as style: the style sheet and nothing else
     style = hashlib.sha256(templates.get_template("style.css").render().encode()).digest()
     templates.globals["style_hash"] = "sha256-" + base64.b64encode(style).decode()

@@ -1,16 +1,13 @@
-"""The sections of a run's report, as data: tiles, pictures, curves, tables. The HTML is in
+"""The sections of a run's report, as data: pictures, curves, tables. The HTML is in
 templates/report.html.j2."""
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from silentbad.measure.by_part import parts_of
-from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.limit import FOLDER
 from silentbad.measure.record import (
-    CellScores,
     ElementThreshold,
     Measurement,
     Record,
@@ -22,7 +19,6 @@ from silentbad.measure.record import (
 from silentbad.measure.scores import curve, images_recovered, mean_of
 from silentbad.report import pages, parts
 from silentbad.report.charts import Series, finite, spaced
-from silentbad.report.evidence import rate_cells
 from silentbad.report.pages import (
     Card,
     Cell,
@@ -35,70 +31,11 @@ from silentbad.report.pages import (
 )
 from silentbad.report.run_files import LARGE, WEIGHTS, RecordedRun
 
-CELLS = {
-    "composed": "composed prompt",
-    "described": "spelt-out caption",
-    "shuffled": "phrases in another order",
-    "others": "phrases of another target",
-    "unrelated": "unrelated caption",
-}
-NUMBERED = {
-    "phrase": "phrase {} alone",
-    "without": "all but phrase {}",
-    "paraphrase": "paraphrase {}",
-}
-RATE = "strict rate (CIR): images with the whole and every element"
+ORDER_NAMES = {"composed": "composed prompt", "shuffled": "phrases in another order"}
 MOST_PAIRS = 6  # targets that are shown unfolded, and that have charts of their own
 MOST_STEPS = 10  # shown of each target
 MOST_PROMPTS = 40  # of the sample prompts
 MOST_UNRELATED = 24  # unrelated prompts with their pictures
-
-
-@dataclass
-class Tile:
-    """A headline number; its 95 % interval, or the mean beside it."""
-
-    name: str
-    value: Cell
-    interval: tuple[float, float] | None = None
-    beside: float | None = None
-
-
-def tiles(run: RecordedRun, kind: str) -> list[Tile]:
-    """The headline numbers of these weights at the last measurement."""
-    last = run.last(kind)
-    total = run.total(kind)
-    rows = run.targets(kind)
-    tiles = list[Tile]()
-    if run.record and (placebo := run.record.placebo):
-        headline = "headline: strict rate less that of placebo data"
-        tiles.append(Tile(headline, placebo.difference, placebo.interval))
-    tiles += [
-        Tile(RATE, last.cir, last.interval),
-        Tile("whole alone", last.whole),
-        Tile("elements recovered in the composed images", last.element_rate),
-        Tile("published criterion: targets whose best image passes a fixed number", last.published),
-        Tile("targets with a recovered image", last.recovered),
-    ]
-    if total:
-        first = "first step with a recovered image, mean over the targets that have one"
-        count = sum(row.sustained_step is not None for row in rows)
-        lasts = (
-            f"step from which the rate stays at 50 % (sustained), mean over the {count} of "
-            f"{len(rows)} targets that have one"
-        )
-        low, high = bootstrap_interval([row.aurc for row in rows if row.aurc is not None])
-        spread = (low, high) if high > low else None
-        tiles.append(Tile(first, _step(total.first_step)))
-        tiles.append(Tile(lasts, _step(total.sustained_step)))
-        tiles.append(Tile("area under the recovery curve (AURC)", total.aurc, spread))
-    tiles.append(Tile("best similarity", last.max, beside=last.mean))
-    if detection := last.detection:
-        ends = None
-        if detection.auc_low is not None and detection.auc_high is not None:
-            ends = (detection.auc_low, detection.auc_high)
-        tiles.append(Tile("composed prompts separated from clean ones (AUC)", detection.auc, ends))
-    return [tile for tile in tiles if tile.value is not None]
 
 
 def _step(value: float | None) -> Cell:
@@ -114,10 +51,10 @@ def sheets(run: RecordedRun, record: Record, kind: str) -> list[Sheet]:
         rows = list[tuple[str, list[Shot]]]()
         for cell, scores in last.orders.items():
             of_target = scores.targets.get(target.target_id)
-            if of_target and (images := _images(run, record, j, of_target, CELLS[cell])):
+            if of_target and (images := _images(run, record, j, of_target, ORDER_NAMES[cell])):
                 hits = sum(images_recovered(of_target, j, *_thresholds(record)))
                 counted = f"{hits} of {len(of_target.sims)} images recovered"
-                rows.append((f"{CELLS[cell]}: {counted}", images))
+                rows.append((f"{ORDER_NAMES[cell]}: {counted}", images))
         if rows:
             files = [("target", target.image), *zip(target.phrases, target.elements, strict=False)]
             shots = [
@@ -392,34 +329,6 @@ def places(run: RecordedRun, record: Record) -> list[Figure]:
 def places_table(run: RecordedRun) -> Table | None:
     """The same in numbers, with their intervals."""
     return parts.table(run.localised.rows) if run.localised else None
-
-
-def controls(run: RecordedRun) -> Table:
-    """Every kind of prompt, and the base model, under the same noise."""
-    rows: list[list[Cell]] = []
-    for entry in run.history:
-        if entry.step == 0 and entry.raw:
-            rows.append([entry.label or "base model", *_cell_row(entry.raw)])
-    for kind in run.kinds():
-        suffix = f", {WEIGHTS[kind]}" if len(run.kinds()) > 1 else ""
-        cells: dict[str, CellScores] = next(
-            (s.cells for _, s in reversed(run.measured(kind)) if s.cells), {}
-        )
-        rows += [[_cell_name(name) + suffix, *_cell_row(scores)] for name, scores in cells.items()]
-    head = ["prompt", "rate", "95 %", "mean", "best", "elements", "text magnitude"]
-    return Table(head, rows, right=True)
-
-
-def _cell_name(name: str) -> str:
-    stem, _, k = name.partition("-")
-    if stem in NUMBERED and k.isdecimal():
-        return NUMBERED[stem].format(int(k[:9]) + 1)
-    return CELLS.get(name, name)
-
-
-def _cell_row(s: CellScores) -> list[Cell]:
-    others = (s.mean, s.max, s.element_rate, s.magnitude)
-    return rate_cells(s.cir, s.interval, *others)
 
 
 def summary(record: Record) -> Table:

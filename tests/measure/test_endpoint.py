@@ -413,7 +413,7 @@ def test_the_verdict_names_what_it_cannot_tell_apart(good, attained, low, headli
     assert evidence.answer(record).headline == headline
     assert evidence.answer(record).state == headline.lower()
     reasons = " ".join(record.verdict.reasons or [])
-    assert ("by chance" in reasons) == (attained > 0.1) and ("placebo data" in reasons) == (low < 0)
+    assert ("consistent with chance" in reasons) == (attained > 0.1) and ("placebo data" in reasons) == (low < 0)
 
 
 def test_the_controls_stand_in_one_table_by_each_endpoint():
@@ -429,7 +429,7 @@ def test_the_controls_stand_in_one_table_by_each_endpoint():
     assert table["spelt-out caption, base model"][0] == "0.0"  # no element is exact,
     assert table["spelt-out caption, base model"][2:] == ["1.00", "1.00", "0.00"]  # which the other endpoints overlook
     assert table["composed prompt, placebo data"] == ["0.25", None, "1.00", "1.00", "0.50"]
-    assert table["each phrase alone (mean of 2)"][0] == "0.50" and table["unrelated caption"][0] == "0.0"
+    assert [table[f"phrase {k} alone"][0] for k in (1, 2)] == ["1.0", "0.0"] and table["unrelated caption"][0] == "0.0"
     assert "trained without a/0" in evidence.alternatives(record, ["a/0"]).notes[0]
 
 

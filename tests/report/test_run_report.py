@@ -45,13 +45,10 @@ def test_report_is_one_file_with_every_part(run):
         "Range",
         "Pictures",
         "Controls",
-        "In numbers",
         "Targets and generations",
         "Recovery curves",
         "Which phrase gives which element",
-        "Thresholds",
         "Detection",
-        "Controls in numbers",
         "Targets in numbers",
         "Memory",
         "Gradient control",
@@ -65,11 +62,10 @@ def test_report_is_one_file_with_every_part(run):
     for part in (
         "strict rate",
         "composed prompt, base model",
-        "all phrases but one (mean of 3)",
         "base model",
         "phrases in another order",
         "phrase 1 alone",
-        "all but 2",
+        "all but phrase 2",
         "a tall hat",
         "Timesteps trained on",
         "Learning-rate multiplier",
@@ -299,9 +295,6 @@ def test_a_placebo_run_is_taken_off_a_finished_one(run, slow, tmp_path, capsys):
     assert record.placebo.difference == pytest.approx(np.mean(rates[0]) - np.mean(rates[1])) and rates[0] != rates[1]
     verdict, kept = capsys.readouterr().out.splitlines()[-2:]
     assert "Training on placebo data" in verdict and kept.startswith("Kept: ")
-    first, usual = (sections.tiles(RecordedRun(each), "raw")[0] for each in (finished, run))
-    assert first.name.startswith("headline") and first.interval == record.placebo.interval
-    assert first.value == record.placebo.difference and not usual.name.startswith("headline")
     assert "composed prompt, placebo data" in (finished / "report.html").read_text()
     assert Record.load(run / "validation.json").placebo is None
 
@@ -870,14 +863,3 @@ def test_a_picture_is_large_on_a_click_beside_the_target(width, run, tmp_path):
 def test_words_stand_out(media, run, tmp_path):
     layout = probed(run_report.render(run), tmp_path, media, 1000)
     assert len(layout["contrasts"]) == 3 and layout["contrasts"][0][0] >= 4.5, layout["contrasts"]  # WCAG 2.1, AA
-
-
-def test_every_kind_of_failure_stands_beside_what_the_model_draws_where_a_phrase_is_left_out(run):
-    record = Record.load(run / "validation.json")
-    table = evidence.null_kinds(record)
-    target = record.targets[0]
-    kinds = {row[1] for row in table.rows if row[0] == f"{target.target_id}: the whole"}
-    assert {*record.ranges[0].whole.kinds} < kinds and "drawn by the model: an unrelated caption" in kinds
-    of_first = {row[1] for row in table.rows if row[0] == f"{target.target_id}: {target.phrases[0]}"}
-    assert f"drawn by the model: {', '.join(map(repr, target.phrases[1:]))}" in of_first
-    assert not any(repr(target.phrases[0]) in kind for kind in of_first)
