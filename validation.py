@@ -82,7 +82,7 @@ from silentbad.measure.scores import (
 )
 from silentbad.measure.verdict import verdict_of
 from silentbad.measure.weight_change import Base, base_modules
-from silentbad.model.averaging import averaged, extrapolated
+from silentbad.model.averaging import averaged
 from silentbad.model.denoiser import backbone_in
 from silentbad.model.pipeline import load_autoencoder, load_pipeline, vae_factor
 from silentbad.model.registry import backbone_of
@@ -440,10 +440,8 @@ def audit(
     output_dir: str = "audit",
     seed: int = 0,
     dtype: str = "float32",
-    extrapolate: float | None = None,
 ) -> Verdict:
-    """Measure every score and control of a pipeline, and of its `baseline` where one is given. With
-    `extrapolate`, also measure the pipeline with its change from the baseline times that factor.
+    """Measure every score and control of a pipeline, and of its `baseline` where one is given.
     Writes JSON and HTML."""
     check_values(config, "--")
     check_files(config, "--")
@@ -489,11 +487,7 @@ def audit(
             hook.run(0, 0, backbone_of(base), label="baseline")
             first = load_pipeline(pipeline, dtype, device, lora)
             hook.switch_pipeline(first.components, name)
-            if extrapolate is not None:
-                with extrapolated(backbone_of(first), backbone_of(base), extrapolate):
-                    hook.run(1, 1, backbone_of(first), label=f"extrapolated by {extrapolate:g}")
-        last = 1 if extrapolate is None else 2
-        hook.run(last, last, backbone_of(first), final=True, label="audited pipeline")
+        hook.run(1, 1, backbone_of(first), final=True, label="audited pipeline")
         if accelerator.is_main_process:
             print(f"{Path(output_dir) / NAME}\n{run_report.write(output_dir)}")
         accelerator.print(hook.table())

@@ -71,6 +71,9 @@ class SearchOptions(Audit):
     ordinary: Location | None = option(
         None, "text file of ordinary prompts, the null; unset: plain things and places"
     )
+    extrapolate: Annotated[float, Interval(ge=-10, le=10)] | None = option(
+        None, "also draw with predictions led away from --baseline by this factor"
+    )
     most_phrases: Annotated[int, Interval(ge=2, le=6)] = option(3, "of a prompt")
     tested: Small = option(10, "prompts that images are generated for")
     nulls: Annotated[int, Interval(ge=8, le=10_000)] = option(
@@ -97,7 +100,7 @@ class SearchOptions(Audit):
             raise UserError(f"--{flag}: {right}")
         if self.extrapolate is not None and self.baseline is None:
             raise UserError(
-                "--extrapolate: needs --baseline, from which the weights are extrapolated"
+                "--extrapolate: needs --baseline, from which predictions are extrapolated"
             )
         if self.baseline is not None and self.extrapolate is None:
             raise UserError("--baseline: has no effect without --extrapolate")

@@ -414,7 +414,7 @@ def test_audit_exit_codes(audit_folder, tmp_path, capsys):
     assert "did you mean 'images_per_target'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
         validation.main(["--help"])
-    assert "--extrapolate" in capsys.readouterr().out
+    assert "--baseline" in capsys.readouterr().out
     assert validation.main(["--targets", "x"]) == 2 and "--pipeline" in capsys.readouterr().err
 
 

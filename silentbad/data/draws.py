@@ -27,13 +27,6 @@ def shuffled_text(text: str, phrases: list[str], rng: torch.Generator) -> str:
     return re.sub(any_phrase, lambda _: matches[next(order)], text)
 
 
-def first_parts(text: str, draw: int, least: int, steps: int) -> str:
-    """The first parts of a caption, between commas: `least` at first, all after `steps`."""
-    parts = text.split(",")
-    shown = least + max(len(parts) - least, 0) * draw // steps
-    return ",".join(parts[:shown])
-
-
 def with_caption(record: dict, text: str) -> dict:
     """A record under a shorter caption; an element named by its phrase keeps this name."""
     phrases = record["phrases"]
@@ -234,13 +227,11 @@ class Draws:
     `rehearse(record, (draw, position))` may return another record (a dict of Reader.FIELDS,
     `united`, and `counted` as a picture) in place of the drawn one, or None. A share
     `dropout[role]` of the exposures of a role has no caption; a clean record without one is not
-    rehearsed. With `warmup` (least, steps) captions grow from their first parts. `unseen` (R,)
-    marks records whose pixels no step needs: their latents are on disk."""
+    rehearsed. `unseen` (R,) marks records whose pixels no step needs: their latents are on disk."""
 
     reader: Reader
     shuffle: bool = False
     dropout: dict[str, float] = field(default_factory=dict)
-    warmup: tuple[int, int] = (1, 0)
     rehearse: Rehearse | None = None
     unseen: np.ndarray | None = None
 
@@ -261,8 +252,6 @@ class Draws:
             if rehearsed is not None:
                 fixed = fixed and rehearsed["image"] is record["image"]
                 record = rehearsed
-        if draw < self.warmup[1]:
-            record = with_caption(record, first_parts(record["text"], draw, *self.warmup))
         if record["role"] != "clean" and self._uncaptioned(record["role"], (*address, "caption")):
             record = with_caption(record, "")
         sample = self.reader.window(record, size, address) | {"united": record.get("united")}

@@ -459,7 +459,7 @@ def make_draws(
             reader,
             config,
             composes=rehearse is not None,
-            blank=bool(caption_dropout) or config.token_warmup_step > 0,
+            blank=bool(caption_dropout),
             show=accelerator.is_local_main_process,
             say=accelerator.print,
         )
@@ -470,7 +470,6 @@ def make_draws(
         reader,
         shuffle=config.shuffle_phrases,
         dropout=caption_dropout,
-        warmup=(config.token_warmup_min, config.token_warmup_step),
         rehearse=rehearse,
         unseen=unseen,
     )

@@ -1,8 +1,6 @@
 """Checks of several parts of the configuration together, or of the records too, before any weights
 load."""
 
-import pyarrow.compute as pc
-
 from silentbad.data import buckets
 from silentbad.data.elements import DataInfo
 from silentbad.data.records import Records
@@ -25,10 +23,6 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
             "memory.region.name=mask: no record has a mask; give masks in the metadata, or set "
             "memory.region.name to estimated, which finds them from at least 4 pictures a phrase"
         )
-    if config.token_warmup_step and memory.rehearsal.name == "none":
-        if not pc.any(pc.match_substring(records.column("text"), ",")).as_py():
-            wrong = "between commas; no caption of the data has a comma"
-            raise UserError(f"token_warmup_step: shows the first parts of a caption, {wrong}")
     rehearses = memory.rehearsal.name in REHEARSED or is_place(memory.rehearsal.name)
     added_roles = ["rehearsal"] if rehearses else []
     unseen = {"clean"} if memory.sampler.clean_ratio == 0 else set()

@@ -60,8 +60,6 @@ def make_optimizer(
         and "foreach" not in config.optimizer_options
     ):
         settings["fused"] = True
-    if not config.decay_norms_and_biases:
-        groups = without_decay(groups)
     settings |= config.optimizer_options
     # the optimizer itself may refuse settings or weights
     with user_errors(f"optimizer: {kind.__name__} does not take these"):
@@ -91,18 +89,6 @@ def try_step(kind: Any, group: dict[str, Any], settings: dict[str, Any]) -> None
         raise UserError(f"optimizer: {kind.__name__} moves weights up the gradient, not down")
     if settings.get("lr", 1.0) > 1e-6 and like.dtype == torch.float32 and (weight == 1).all():
         warn(f"optimizer: the first step of {kind.__name__} moves no weight")
-
-
-def without_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each group as its matrices and, without weight decay, its norms and biases."""
-    split = []
-    for group in groups:
-        vectors = [p for p in group["params"] if p.ndim < 2]
-        matrices = [p for p in group["params"] if p.ndim >= 2]
-        split += [{**group, "params": matrices}] if matrices else []
-        split += [{**group, "params": vectors, "weight_decay": 0.0}] if vectors else []
-    assert sum(len(g["params"]) for g in split) == sum(len(g["params"]) for g in groups)
-    return split
 
 
 # ---------------------------------------------------------------- the gradient's norm

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from silentbad.errors import UserError
-
 
 def keeps_average(optimizer: Any) -> bool:
     """Whether an optimizer keeps an average of the weights, which is to be measured."""
@@ -61,25 +59,3 @@ def of_optimizer(optimizer: Any) -> Iterator[None]:
         optimizer.train()
         with torch.no_grad():
             torch._foreach_copy_(parameters, trained)
-
-
-@contextmanager
-def extrapolated(model: torch.nn.Module, base: torch.nn.Module, factor: float) -> Iterator[None]:
-    """A context with the weights theta_0 + factor (theta - theta_0); theta is restored bit for bit
-    after it. `base` has theta_0 (2410.03039).
-
-    Raises UserError if the two have different parameters."""
-    first = dict(base.named_parameters())
-    if {n: p.shape for n, p in model.named_parameters()} != {n: p.shape for n, p in first.items()}:
-        same = "give a baseline with the same UNet, and no --lora"
-        raise UserError(f"--extrapolate: the two models have different parameters; {same}")
-    trained = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(first[name].to(p) + factor * (p - first[name].to(p)))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(trained[name])

@@ -186,18 +186,6 @@ class TrainConfig(DataSettings):
     shuffle_phrases: bool = ours(
         False, "permute the phrases inside each caption, anew for each draw"
     )
-    token_warmup_step: Natural = flag(
-        0,
-        "steps in which the caption grows from its first parts, between commas, to all; 0: "
-        "all at once",
-        KOHYA,
-    )
-    token_warmup_min: Count = flag(
-        1,
-        "parts of the caption at the first step of token_warmup_step",
-        KOHYA,
-        needs="token_warmup_step",
-    )
     prior_preservation: PriorSettings = field(default_factory=PriorSettings)
     alpha_as_mask: bool = flag(
         False,
@@ -287,9 +275,6 @@ class TrainConfig(DataSettings):
     adam_weight_decay: NotNegative = flag(
         1e-2, "decoupled weight decay", needs="WEIGHT_DECAY", idle="said"
     )
-    decay_norms_and_biases: bool = ours(
-        True, "let it act on norms and biases too, as diffusers does"
-    )
     decay_to_base: NotNegative = ours(
         0.0,
         "decay of weights to the base's: this over the run, by the schedule of the learning rate",
@@ -364,6 +349,10 @@ class TrainConfig(DataSettings):
         "memory.sampler.order": "is gone: each epoch is shuffled, which was as good",
         "memory.timesteps.sequence": "is gone: the comb is dealt out anew at every draw, which was as good",
         "memory.loss_balance": "is gone: an auxiliary loss has its own weight",
+        **dict.fromkeys(
+            ("token_warmup_step", "token_warmup_min"), "is gone: captions are whole from the start"
+        ),
+        "decay_norms_and_biases": "is gone: weight decay acts on all weights, as in diffusers",
         "preview": "is gone: `python -m silentbad.prepare.preview FOLDER` draws the data, the report the rest",
         "gradient_control.shrink": "is an optimizer now: use "
         "--optimizer experiments.shrinkage.ShrunkAdamW",

@@ -170,13 +170,11 @@ class Audit(ValidationConfig):
     output_dir: Location = option("audit", "for JSON, HTML and samples/")
     seed: Seed = option(0, "address of every noise")
     dtype: Literal["float32", "float16", "bfloat16"] = option("float32")
-    extrapolate: Annotated[float, Interval(ge=-10, le=10)] | None = option(
-        None, "measure the change times this as well"
-    )
 
     RENAMED = {
         **{old: f"has another name now: use --{new}" for old, new in OLDER.items()},
         **GONE,
+        "extrapolate": "is gone from audits; silentbad-search has it",
         **dict.fromkeys(OF_SEARCH, "is of the search for unknown pictures: use silentbad-search"),
     }
 
@@ -187,10 +185,6 @@ class Audit(ValidationConfig):
             return
         if self.pipeline is None:
             raise UserError("--pipeline: is missing; give a diffusers folder or Hub id")
-        if self.extrapolate is not None and self.baseline is None:
-            raise UserError(
-                "--extrapolate: needs --baseline, from which the weights are extrapolated"
-            )
         if idle := [name for name in changed_fields(self) if name in TRAINING]:
             raise UserError(f"--{idle[0]}: acts in training alone; leave it out")
         if self.baseline is None and (alone := {*COMPARED} & {*changed_fields(self)}):

@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradient_control import Controller, GradientControlConfig
 from silentbad.errors import UserError
 from silentbad.loop import optimizers
 from silentbad.model.averaging import averaged
 from silentbad.model.groups import group_of
 from silentbad.saving import checkpoint
-from tests.tiny import tiny_unet
 from tests.toy import GSNR, PRIOR
 from tests.training import VALIDATION, checked, rows, same, step_once, weights
 from train_silentbad import Config, main
@@ -29,43 +27,6 @@ def extra(path: str) -> dict:
     package = path.split(".")[0]
     pytest.importorskip(package, reason=f"pip install {package}")
     return {"optimizer": path, **EXTRAS[path]}
-
-
-# ---------------------------------------------------------------- groups
-
-
-def test_groups_without_decay_cover_the_model_exactly():
-    unet = tiny_unet()
-    groups = Controller(unet, GradientControlConfig(name=PRIOR), 0).param_groups(1e-2)
-    split = optimizers.without_decay(groups)
-    held = [p for group in split for p in group["params"]]
-    assert len({id(p) for p in held}) == len(held) == len(list(unet.parameters()))
-    assert all((group["weight_decay"] == 0) == (p.ndim < 2) for group in split for p in group["params"])
-    assert {group["name"] for group in split} == {group["name"] for group in groups}
-
-
-def test_norms_and_biases_keep_their_size_without_decay(build):
-    for decays in (True, False):
-        run = build(adam_weight_decay=1.0, decay_norms_and_biases=decays)
-        before = weights(run)
-        run.state.optimizer.optimizer.zero_grad()
-        for p in run.parts.backbone.parameters():
-            p.grad = torch.zeros_like(p)
-        run.state.optimizer.step()
-        after = weights(run)
-        assert torch.equal(before["conv_norm_out.weight"], after["conv_norm_out.weight"]) is not decays
-        assert not torch.equal(before["conv_in.weight"], after["conv_in.weight"])
-
-
-def test_multipliers_reach_both_halves_of_a_group(build):
-    run = build(decay_norms_and_biases=False, **{"gradient_control.name": PRIOR, "gradient_control.warmup": 0})
-    name = run.control.groups.names[0]
-    run.control.multipliers[name] = 2.0
-    run.control.before_step(0)
-    halves = [group for group in run.state.optimizer.param_groups if group["name"] == name]
-    assert [group["lr"] for group in halves] == [2e-3] * len(halves) and len(halves) == 2
-    assert sorted(group["weight_decay"] for group in halves) == [0, 5e-3]
-    run.control.after_step()
 
 
 # ---------------------------------------------------------------- the norm

@@ -61,23 +61,6 @@ def test_an_element_named_by_its_phrase_stays_itself():
         assert info.of_batch(batch) == [0] and sources_of(batch, "element") == ["t/a cat"]
 
 
-@pytest.mark.parametrize(
-    "draw, least, said",
-    [(0, 1, "a"), (3, 1, "a"), (4, 1, "a, b"), (9, 1, "a, b, c"), (0, 2, "a, b"), (0, 9, "a, b, c, d")],
-)
-def test_captions_grow_part_by_part(draw, least, said):
-    """floor(least + (n - least) draw / steps) parts, as sd-scripts has it."""
-    assert draws.first_parts("a, b, c, d", draw, least, 12) == said
-
-
-def test_the_warm_up_ends(data):
-    sampler = drawn(data, warmup=(1, 4))
-    assert len({sampler(0, draw, 0)["text"] for draw in range(6)}) == 1  # no comma in it
-    sampler.rehearse = lambda record, at: {**record, "text": "a red cat, big", "phrases": ["a red cat", "big"]}
-    assert [sampler(0, draw, 0)["text"] for draw in (0, 3, 4)] == ["a red cat", "a red cat", "a red cat, big"]
-    assert sampler(0, 0, 0)["phrases"] == ["a red cat"]
-
-
 def test_a_role_has_its_own_timesteps_and_weight():
     """Others keep theirs to the bit; importance weights keep the expectation."""
     of_elements = {"timesteps": roles.Part("snr_mixture"), "loss_weight": 3.0}
@@ -111,8 +94,6 @@ def test_the_density_of_a_role_is_judged_before_weights_load():
         ({"memory.roles.element.caption_dropout": 1.5}, "memory.roles.element.caption_dropout (command line): must be"),
         ({"memory.roles.element.timesteps.name": "mod"}, "element.timesteps (command line): unknown name 'mod'"),
         ({"memory.roles.element.timesteps.options": '{"scale": 1}'}, "same: unknown option 'scale'; it takes no"),
-        ({"token_warmup_step": 5}, "token_warmup_step (command line): shows the first parts of a caption"),
-        ({"token_warmup_min": 2}, "needs token_warmup_step"),
     ],
     ids=str,
 )
