@@ -443,27 +443,11 @@ def audit(
 ) -> Verdict:
     """Measure every score and control of a pipeline, and of its `baseline` where one is given.
     Writes JSON and HTML."""
-    check_values(config, "--")
-    check_files(config, "--")
-    check_writable(Path(output_dir), "--output_dir", folder=True)
-    targets = load_targets(str(config.targets))
-    redraws = load_redraws(config.targets, targets, decode=True)
-    uses_redraws(config, targets, bool(redraws), "--")
+    targets = checked_targets(config, output_dir)
     load_judge(config, "--")
     accelerator = start()
-    claim = owned.claimed(
-        output_dir,
-        "audit",
-        key="--output_dir",
-        writes=(NAME, "report.html", "samples"),
-        read={
-            "--targets": config.targets,
-            "--pipeline": pipeline,
-            "--baseline": baseline,
-            "--lora": lora,
-        },
-    )
-    with claim if accelerator.is_main_process else nullcontext():
+    read = {"--pipeline": pipeline, "--baseline": baseline, "--lora": lora}
+    with claimed(output_dir, accelerator, {"--targets": config.targets, **read}):
         device = accelerator.device
         name = f"--pipeline {pipeline}"
         base = None
@@ -488,9 +472,7 @@ def audit(
             first = load_pipeline(pipeline, dtype, device, lora)
             hook.switch_pipeline(first.components, name)
         hook.run(1, 1, backbone_of(first), final=True, label="audited pipeline")
-        if accelerator.is_main_process:
-            print(f"{Path(output_dir) / NAME}\n{run_report.write(output_dir)}")
-        accelerator.print(hook.table())
+        print_audit(hook)
         if base is None:
             accelerator.print("Kept: not measured; --baseline names the model before training")
         return hook.verdict()
@@ -507,12 +489,7 @@ def judge(
     """Measure every score of pictures that were drawn elsewhere, at the thresholds of an audit;
     writes JSON and HTML. Targets go through the autoencoder of `pipeline`; without one they are
     compared as they are."""
-    check_values(config, "--")
-    check_files(config, "--")
-    check_writable(Path(output_dir), "--output_dir", folder=True)
-    targets = load_targets(str(config.targets))
-    redraws = load_redraws(config.targets, targets, decode=True)
-    uses_redraws(config, targets, bool(redraws), "--")
+    targets = checked_targets(config, output_dir)
     given = given_pictures(Path(pictures), targets)
     most = max(picture.item.image for picture in given) + 1
     config = replace(config, images_per_target=most, unrelated_images=0)
@@ -528,14 +505,8 @@ def judge(
     sampler = GivenPictures(
         pictures=given, targets=targets, batch=config.max_batch, side=config.resolution, vae=vae
     )
-    claim = owned.claimed(
-        output_dir,
-        "audit",
-        key="--output_dir",
-        writes=(NAME, "report.html", "samples"),
-        read={"--targets": config.targets, "--pictures": pictures, "--pipeline": pipeline},
-    )
-    with claim if accelerator.is_main_process else nullcontext():
+    read = {"--targets": config.targets, "--pictures": pictures, "--pipeline": pipeline}
+    with claimed(output_dir, accelerator, read):
         hook = RecoveryHook(
             config,
             targets=targets,
@@ -548,10 +519,35 @@ def judge(
         if accelerator.is_main_process:
             owned.mark(Path(output_dir), "audit")
         hook.run(1, 1, None, final=True, label="given pictures")
-        if accelerator.is_main_process:
-            print(f"{Path(output_dir) / NAME}\n{run_report.write(output_dir)}")
-        accelerator.print(hook.table())
+        print_audit(hook)
         return hook.verdict()
+
+
+def checked_targets(config: ValidationConfig, output_dir: str) -> list[Target]:
+    """The targets of an audit, after the checks that need no model."""
+    check_values(config, "--")
+    check_files(config, "--")
+    check_writable(Path(output_dir), "--output_dir", folder=True)
+    targets = load_targets(str(config.targets))
+    redraws = load_redraws(config.targets, targets, decode=True)
+    uses_redraws(config, targets, bool(redraws), "--")
+    return targets
+
+
+def claimed(
+    output_dir: str, accelerator: Any, read: dict[str, str | None]
+) -> AbstractContextManager[Any]:
+    """A context in which no other process writes into the folder."""
+    writes = (NAME, "report.html", "samples")
+    claim = owned.claimed(output_dir, "audit", key="--output_dir", writes=writes, read=read)
+    return claim if accelerator.is_main_process else nullcontext()
+
+
+def print_audit(hook: RecoveryHook) -> None:
+    """Write the report and print the table."""
+    if hook.accelerator.is_main_process:
+        print(f"{hook.output_dir / NAME}\n{run_report.write(hook.output_dir)}")
+    hook.accelerator.print(hook.table())
 
 
 def fits(options: Audit) -> AbstractContextManager[None]:

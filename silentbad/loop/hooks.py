@@ -173,22 +173,6 @@ class Hooks(Hook):
         return {name: value for hook in self for name, value in hook.meters().items()}
 
 
-class NamedHooks(Hooks):
-    """Several hooks, and their states by name."""
-
-    def __init__(self, hooks: Mapping[str, Hook]):
-        super().__init__([*hooks.values()])
-        self.names = list(hooks)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: hook.state_dict() for name, hook in zip(self.names, self.each, strict=True)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the states of the same hooks."""
-        for name, hook in zip(self.names, self.each, strict=True):
-            hook.load_state_dict(state[name])
-
-
 # ------------------------------------------------------------ hooks of your own
 @dataclass(frozen=True)
 class HookContext:
@@ -264,8 +248,8 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-class OwnHooks(NamedHooks):
-    """Hooks of your own."""
+class OwnHooks(Hooks):
+    """Hooks of your own, and their states by name."""
 
     def __init__(
         self,
@@ -277,17 +261,23 @@ class OwnHooks(NamedHooks):
         for place, kind in classes.items():
             own = options.get(place, {})
             hooks[user_code.short(place)] = kind(context, **own)  # type: ignore[call-arg]
-        super().__init__(hooks)
+        super().__init__([*hooks.values()])
+        self.names = list(hooks)
         self.state_dict()  # refused now, not at the first checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Raises UserError where a state could not be read back."""
-        states = super().state_dict()
+        states = {name: h.state_dict() for name, h in zip(self.names, self.each, strict=True)}
         for name, state in states.items():
             if not is_plain(state):
                 right = "tensors, numbers, text, lists, dicts"
                 raise UserError(f"hooks: the state_dict of {name} holds more than {right}")
         return states
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the states of the same hooks."""
+        for name, hook in zip(self.names, self.each, strict=True):
+            hook.load_state_dict(state[name])
 
 
 def is_plain(value: Any) -> bool:

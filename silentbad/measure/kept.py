@@ -19,6 +19,7 @@ from silentbad.data.schema import check_window, prompt_lines, text_lines
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, user_errors
 from silentbad.measure.embedders import CLIP, Embedder, ssim
+from silentbad.measure.failures import shifted
 from silentbad.measure.limit import FOLDER as FOLDER
 from silentbad.measure.limit import Limit as Limit
 from silentbad.measure.limit import kept_by as kept_by
@@ -149,17 +150,6 @@ def best_offsets(images: Tensor, element: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([rows, columns], dim=1)
 
 
-def shifted(images: Tensor, offsets: Tensor) -> Tensor:
-    """Each image moved back by its offset (down, right) in pixels, edges repeated."""
-    height, width = images.shape[-2:]
-    moved = []
-    for image, (down, right) in zip(images, offsets.tolist(), strict=True):
-        rows = (torch.arange(height) + down).clamp(0, height - 1).to(images.device)
-        columns = (torch.arange(width) + right).clamp(0, width - 1).to(images.device)
-        moved.append(image[:, rows][:, :, columns])
-    return torch.stack(moved)
-
-
 def similarities_anywhere(
     images: Tensor,
     small: Tensor,
@@ -171,8 +161,9 @@ def similarities_anywhere(
     fits best, whichever is higher. `small` (N,3,S,S) are the images at the element's side."""
     offsets = best_offsets(small, element, mask)
     scale = images.shape[-1] / small.shape[-1]
-    moved = shifted(images, (offsets * scale).round().long())
-    pairs = zip(similarity(images), similarity(moved), strict=True)
+    pixels = (offsets * scale).round().long().tolist()
+    moved = [shifted(x, -down, -right) for x, (down, right) in zip(images, pixels, strict=True)]
+    pairs = zip(similarity(images), similarity(torch.stack(moved)), strict=True)
     return [max(pair) for pair in pairs]
 
 
