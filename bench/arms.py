@@ -130,6 +130,7 @@ ARMS: dict[str, Flags] = {
     "region_estimated": part("region", "estimated"),  # on data without masks
     "snr_mixture": HIGH_NOISE,
     "curriculum": {**part("timesteps", experiment("curriculum")), "memory.timesteps.importance": "false"},
+    "learning_progress": {"hooks": json.dumps([experiment("learning_progress", "LearningProgress")])},
     "weakest_first": {**part("sampler", "weakest_first"), **PHRASES},
     "and_distillation": {**part("distillation", AND, **OPEN), **PHRASES},
     "and_distillation_gated": {**part("distillation", AND), **PHRASES},  # by default, once all elements are recalled

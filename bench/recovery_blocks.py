@@ -51,7 +51,7 @@ MEMORY_ARMS = """
     recommended recommended_leak_free recommended+gsnr unconditional region region_estimated
     pairwise joint_captions leak_free snr_mixture weakest_first retention
     recommended_leak_free+shrink recommended_estimated recommended+placebo curriculum
-    recommended-snr_mixture recommended-unconditional
+    learning_progress recommended-snr_mixture recommended-unconditional
     recommended_leak_free-snr_mixture recommended_leak_free-region region+snr_mixture
     leak_free+region+snr_mixture leak_free+snr_mixture and_distillation and_distillation_gated
 """.split()

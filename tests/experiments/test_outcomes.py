@@ -18,6 +18,7 @@ ARMS = {  # file -> arm of bench/results/recovery.md
     "inverse_rms": "inverse_rms",
     "auto_rgn": "auto_rgn",
     "curriculum": "curriculum",
+    "learning_progress": "learning_progress",
     "and_distillation": "and_distillation",
     "l2_sp": "retention",
     "hypergradient": "hypergradient",
