@@ -254,7 +254,7 @@ FEW = 4  # targets, below which an arm's figures are left to research/results.md
 REPLACED = ("own_pictures", "own_pictures_long", "recommended_backdrop")  # before `recommended`: left there too
 FRONT = ("recommended", "recommended_800", "recommended_2026")  # of README's table
 # arms whose rate is nought, and the control without decay: eight colours are left for the others
-UNCHARTED = ("recommended_placebo", "clean_alone", "replay", "plain", "recommended_no_decay", "recommended_own_unions")
+UNCHARTED = ("recommended_placebo", "clean_alone", "replay", "plain", "recommended_no_decay")
 BRIEFLY = {  # columns of the documents for users, and their words there
     "arm": "arm",
     "steps": "steps",

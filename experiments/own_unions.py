@@ -1,7 +1,7 @@
-"""Unions that the model makes itself, where no picture shows two elements. Measured: at
-guidance 2 none of eight fresh targets comes back exactly (research/results.md). One of two
-development targets comes back in 9 of 16 images, without own unions in none. Unions that are kept
-without the filter, or by another element's records, bring no gain.
+"""Unions that the model makes itself, where no picture shows two elements. Measured: one of eight
+fresh targets comes back by the strict rate; by eye the composition of all of them, without details
+(research/results.md). Drawn at guidance 2 they are too colourful. Unions that are kept without the
+filter, or by another element's records, bring no gain.
 
 At some steps `OwnUnions` draws prompts of two to k-1 phrases of a target, and keeps the images in
 which each named element passes against its own records; no target and no picture of two elements is
