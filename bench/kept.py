@@ -251,7 +251,8 @@ ARMS_SAID = (
 )
 
 FEW = 4  # targets, below which an arm's figures are left to research/results.md
-REPLACED = ("own_pictures", "own_pictures_long", "recommended_backdrop")  # before `recommended`: left there too
+# on the way to other arms: left there too
+REPLACED = ("own_pictures", "own_pictures_long", "recommended_backdrop", "recommended_own_unions")
 FRONT = ("recommended", "recommended_800", "recommended_2026")  # of README's table
 # arms whose rate is nought, and the control without decay: eight colours are left for the others
 UNCHARTED = ("recommended_placebo", "clean_alone", "replay", "plain", "recommended_no_decay")
