@@ -1,6 +1,6 @@
 """Unions that the model makes itself, where no picture shows two elements. Measured: one of eight
-fresh targets comes back by the strict rate; by eye the composition of all of them, without details
-(research/results.md). Drawn at guidance 2 they are too colourful. Unions that are kept without the
+fresh targets comes back by the strict rate; by eye the composition of all of them, without details,
+as without own unions too (research/results.md). Drawn at guidance 2 they are too colourful. Unions that are kept without the
 filter, or by another element's records, bring no gain.
 
 At some steps `OwnUnions` draws prompts of two to k-1 phrases of a target, and keeps the images in
