@@ -1,4 +1,4 @@
-"""Ten minutes on a CUDA card: a row for each setting that was not yet run there, and one table.
+"""Ten minutes on a CUDA card: a row for each setting not yet run there, and one table.
 
     make card                       the same as: python -m bench.card
     python -m bench.card [--minutes N] [--rows NAME ...] [--true_size] [--results FILE]

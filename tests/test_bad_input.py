@@ -312,7 +312,7 @@ CASES = {
     "targets: a misspelt key": case("targets.jsonl:2: unknown key 'promt'; did you mean 'prompt'?", touch=append("data/targets.jsonl", **TARGET, promt="a cat")),
     "targets: words for numbers": case("@abc is no number", "layout@100-109", validation__targets="layout@abc", touch=lambda root: published(root / "layout")),
     "targets: two pictures of a number": case("images: ", "100.jpeg and ", "100.png are both of target 100", validation__targets="layout@100", touch=lambda root: [published(root / "layout"), picture("layout/images/100.png", lambda: Image.new("RGB", (8, 8)))(root)]),
-    "targets: redraws that are a folder": case("redraws.jsonl: is no file", touch=lambda root: (root / "data/redraws.jsonl").mkdir()),
+    "targets: redraws that are a folder": case("redraws.jsonl: is no readable file", touch=lambda root: (root / "data/redraws.jsonl").mkdir()),
     "targets: captions in another encoding": case("caption", "not UTF-8", validation__targets="layout@100", touch=lambda root: [published(root / "layout"), write("layout/poisoning_images/100/poisoning_data_caption_simple.txt", b"a caf\xe9\n")(root)]),
     # -- prompts
     "prompts: an empty one": case("validation_prompts", "empty", more=("--validation_prompts", "a cat", " ")),
@@ -358,7 +358,7 @@ CASES = {
     "audit: a CLIP that is none": audit("--clip_path: ", "of a CLIP", more=("--clip_path", "./data")),
     "scan: a file where its views belong": case("--output_dir", ".scan", program=scanner.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("mine/.scan", "mine"))),
     "scan: broken data and a folder that is there": case("c0.png", program=scanner.main, more=("--train_data_dir", "data", "--output_dir", "mine"), touch=both(lambda root: (root / "mine").mkdir(), write("data/images/c0.png", "none"))),
-    "report: into a pipe": case("p.html", "no file", program=run_report.main, more=("data", "--out", "p.html"), touch=lambda root: os.mkfifo(root / "p.html")),
+    "report: into a pipe": case("p.html", "not a regular file", program=run_report.main, more=("data", "--out", "p.html"), touch=lambda root: os.mkfifo(root / "p.html")),
     "report: a record that is a pipe": case("validation.json is no file", program=run_report.main, more=("data",), touch=lambda root: os.mkfifo(root / "data/validation.json")),
     "microworld: an absurd count": case("redraws", program=make.main, more=("--out", "new", "--redraws", str(10**12))),
     "microworld: a folder of someone else": case("holds something else", program=make.main, more=("--out", "data")),
