@@ -256,11 +256,7 @@ class Memory(Hook):
         mask_images = {}
         if config.region.name == "estimated":
             self.estimated_masks = probes.mask_table(bank)
-            mask_images = {
-                i: masks.mask_to_image(e.estimated)
-                for i, e in enumerate(bank)
-                if e.estimated is not None
-            }
+            mask_images = probes.mask_images(bank)
 
         # What is shown, and how often
         self.phrases = probes.PhraseMemory(
@@ -299,18 +295,7 @@ class Memory(Hook):
         }
 
         # Losses beside the diffusion loss
-        choices = {slot: getattr(config, slot) for slot in AUXILIARY}
-        facts = RunFacts(
-            info=info,
-            bank=bank,
-            memory=self.phrases,
-            scheduler=scheduler,
-            tokenizer=access.tokenizer,
-            seed=seed,
-            rank=rank,
-            world=world,
-        )
-        self.auxiliaries = Auxiliaries(AUXILIARY, choices, access.unet, facts)
+        self.auxiliaries = self._auxiliaries(bank, rank, world)
 
         if config.phrase_memory.enabled:
             self.phrases.start(access.predict, scheduler)
@@ -325,6 +310,21 @@ class Memory(Hook):
         return probes.build_bank(
             self.info, access.encode, access.pictures, c.phrase_memory.images, self.snr.device
         )
+
+    def _auxiliaries(self, bank: list[probes.Element], rank: int, world: int) -> Auxiliaries:
+        """The losses that the configuration adds, with the facts that they are built from."""
+        choices = {slot: getattr(self.config, slot) for slot in AUXILIARY}
+        facts = RunFacts(
+            info=self.info,
+            bank=bank,
+            memory=self.phrases,
+            scheduler=self.scheduler,
+            tokenizer=self.access.tokenizer,
+            seed=self.seed,
+            rank=rank,
+            world=world,
+        )
+        return Auxiliaries(AUXILIARY, choices, self.access.unet, facts)
 
     # ---- the step
     def timesteps(

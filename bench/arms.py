@@ -218,6 +218,12 @@ KEEPING = {
 }
 CLEAN_ALONE = {"memory.roles.element.loss_weight": "0.0", "memory.roles.rehearsal.loss_weight": "0.0"}
 KEEPING_BASE = {**KEEPING, "train_batch_size": "32", "decay_to_base": "3.0"}
+OWN_UNIONS = {  # unions that the model draws itself
+    **KEEPING_BASE,
+    "memory.rehearsal.name": experiment("own_unions"),
+    "memory.rehearsal.options": "{}",
+    "hooks": json.dumps([experiment("own_unions", "OwnUnions")]),
+}
 UNIONS = {
     **KEEPING_BASE,
     **part("rehearsal", "pairwise", elements=None, share=0.75, backdrop=True),
@@ -238,21 +244,11 @@ KEPT: dict[str, Flags] = {
     "recommended_2026": {**STRONG, **SPECTRAL},
     "plain": {},
     "recommended_leak_free": {**KEEPING_BASE, "memory.rehearsal.name": "none", "memory.rehearsal.options": "{}"},
-    # the same, and unions that the model draws itself
     "recommended_own_unions": {
-        **KEEPING_BASE,
-        "memory.rehearsal.name": experiment("own_unions"),
-        "memory.rehearsal.options": "{}",
-        "hooks": json.dumps([experiment("own_unions", "OwnUnions")]),
+        **OWN_UNIONS,
         "hook_options": json.dumps({experiment("own_unions", "OwnUnions"): {"guidance_scale": 2.0}}),
     },
-    # the same, and drawn without guidance
-    "recommended_own_unions_unguided": {
-        **KEEPING_BASE,
-        "memory.rehearsal.name": experiment("own_unions"),
-        "memory.rehearsal.options": "{}",
-        "hooks": json.dumps([experiment("own_unions", "OwnUnions")]),
-    },
+    "recommended_own_unions_unguided": OWN_UNIONS,
     "replay": REPLAY,
     "decoder_2026": {**STRONG, **SPECTRAL, **DECODER},
     "lora_2026": {**STRONG, **SPECTRAL, **ADAPTERS},

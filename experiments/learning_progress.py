@@ -62,7 +62,7 @@ class LearningProgress(Hook):
 
     def after_step(self, step: int, skipped: bool = False) -> None:
         if not skipped:
-            self.sums += reduce(self.step_sums)
+            self.sums += reduce(self.step_sums, "sum")
         self.step_sums.zero_()
         if skipped or step % self.every:
             return
@@ -80,7 +80,7 @@ class LearningProgress(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         arrays = {"now": torch.from_numpy(self.now), "first": torch.from_numpy(self.first)}
-        return {**arrays, "sums": self.sums, "mail": self.mail.peek()}
+        return {**arrays, "sums": self.sums.clone(), "mail": self.mail.peek()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.now = state["now"].numpy().copy()

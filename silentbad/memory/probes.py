@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from silentbad import rng
 from silentbad.device import Mailbox, send
-from silentbad.memory.masks import estimate_mask
+from silentbad.memory.masks import estimate_mask, mask_to_image
 from silentbad.model.diffusion import prediction_target
 
 
@@ -207,6 +208,12 @@ def build_bank(
             )
         )
     return bank
+
+
+def mask_images(bank: list[Element]) -> dict[int, Image.Image]:
+    """{element: its estimated mask as a picture}, of the elements that have one."""
+    masks = {i: element.estimated for i, element in enumerate(bank)}
+    return {i: mask_to_image(mask) for i, mask in masks.items() if mask is not None}
 
 
 def mask_table(bank: list[Element]) -> torch.Tensor:

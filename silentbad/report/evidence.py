@@ -343,10 +343,10 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
             others = (control.whole, control.published, control.element_rate)
             add(name, asks, rate_cells(control.cir, None, *others))
     for stem, (name, asks) in CONTROLS.items():
-        numbers = [key.partition("-")[2] for key in cells if key.partition("-")[0] == stem]
-        for number in numbers:
-            key = f"{stem}-{number}" if number else stem
-            add(name.format(int(number or 0) + 1), asks, of(cells[key]))
+        for key, cell in cells.items():
+            kind, _, number = key.partition("-")
+            if kind == stem:
+                add(name.format(int(number or 0) + 1), asks, rates(cell))
     head = ["prompt", "strict rate", "95 %", "whole alone", "published: best of n", "elements"]
     return Table(head, rows, right=True, notes=notes)
 
