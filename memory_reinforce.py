@@ -328,12 +328,12 @@ class Memory(Hook):
 
     # ---- the step
     def timesteps(
-        self, draw: int, positions: list[int], count: int, roles: list[str] | None = None
+        self, draw: int, positions: list[int], count: int, batch: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(timesteps (B,), weights (B,)) on the CPU, by the policy of each sample's role."""
         timesteps, weights = self._drawn(self.config.timesteps, draw, list(positions), count)
         for role, policy in self.policies.items():
-            rows = [row for row, its_role in enumerate(roles or ()) if its_role == role]
+            rows = [row for row, its_role in enumerate(batch["role"]) if its_role == role]
             if rows:
                 places = [positions[row] for row in rows]
                 timesteps[rows], weights[rows] = self._drawn(policy, draw, places, count)

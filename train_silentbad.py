@@ -185,17 +185,17 @@ def part_step(
     # Latents and conditioning; cached ones are read from the cache
     latents = run.encoder.latents(batch, draw)
     conditioning = run.encoder.condition(batch["text"], batch["time_ids"])
-    for key in ("mask", "has_mask", "counted", "time_ids"):
-        if key in batch:
-            batch = batch | {key: send(batch[key], device)}
 
     # Noise level of each sample: drawn by memory, unless a user's hook draws it
-    drawn = hooks.timesteps(draw, positions, run.loader.effective_batch, batch["role"])
+    drawn = hooks.timesteps(draw, positions, run.loader.effective_batch, batch)
     assert drawn is not None, "memory draws the timesteps if no other hook does"
     timesteps, weights = drawn
     run.state.count(timesteps)
     timesteps = send(timesteps, device)
     weights = send(weights, device)
+    for key in ("mask", "has_mask", "counted", "time_ids"):
+        if key in batch:
+            batch = batch | {key: send(batch[key], device)}
 
     # Noise, and the prediction target
     def model(noisy_latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class LearningProgress(Hook):
         return mixed(fall[np.arange(self.T) * BINS // self.T], self.uniform)
 
     def timesteps(
-        self, draw: int, positions: list[int], count: int, roles: list[str]
+        self, draw: int, positions: list[int], count: int, batch: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         p = self.density()
         drawn = draw_timesteps(p, self.seed, draw, list(positions), count, importance=True)

@@ -107,7 +107,7 @@ def test_the_step_never_waits_for_the_device(region):
     )
     m, world = trainer.memory, trainer.world
     batch = world.batch([world.records[r] for r in (0, 5, 10, -1)])
-    t, w = m.timesteps(0, range(4), 4)
+    t, w = m.timesteps(0, range(4), 4, batch)
     c = trainer.pipe.text_encoder(torch.zeros(1, 48, dtype=torch.long))[0].detach()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         with pytest.raises((RuntimeError, DynamicOutputShapeException)):

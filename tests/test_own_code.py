@@ -184,7 +184,7 @@ def test_a_hook_chooses_the_noise_level_and_modifies_gradients(build, tmp_path):
     (tmp_path / "mine.py").write_text(
         HOOK + "    modifies_gradients = True\n"
         "    def __init__(self, context): self.params = context.params\n"
-        "    def timesteps(self, draw, positions, count, roles):\n"
+        "    def timesteps(self, draw, positions, count, batch):\n"
         "        import torch\n"
         "        return torch.full((len(positions),), 999), torch.ones(len(positions))\n"
         "    def before_step(self, step, finite=None, norms=None):\n"
@@ -456,7 +456,7 @@ def test_a_state_that_would_not_load_is_refused_at_once(build, tmp_path):
 
 def test_a_hook_does_nothing():
     hook, losses = Hook(), torch.ones(2)
-    assert hook.timesteps(0, [0, 1], 2, ["clean", "element"]) is None
+    assert hook.timesteps(0, [0, 1], 2, {"role": ["clean", "element"]}) is None
     assert hook.weight_losses(losses, ["clean", "element"]) is losses
     assert hook.extra_loss(losses.mean(), None) is None  # type: ignore[arg-type]
     assert hook.before_step(0) is None

@@ -658,7 +658,7 @@ def test_defect_12_a_micro_step_does_not_wait_for_the_device(build, monkeypatch)
     run = build(**{"gradient_control.name": GSNR, "memory.region.name": "mask", "memory.loss.name": "min_snr"})
     step_once(run)
     batches = list(run.loader.draw(run.state.draw))
-    timesteps = [run.memory.timesteps(run.state.draw, batch["position"].tolist(), 6) for batch in batches]
+    timesteps = [run.memory.timesteps(run.state.draw, batch["position"].tolist(), 6, batch) for batch in batches]
     monkeypatch.setattr(run.memory, "timesteps", lambda *_: timesteps.pop(0))  # drawn on the host
 
     def refuse(name):

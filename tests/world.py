@@ -107,7 +107,7 @@ class Trainer:
             m, batch, step = self.memory, self.draw(), self.step
             with torch.no_grad():
                 x0 = self.encode(batch["pixel_values"])
-            t, w = m.timesteps(step, range(self.n), self.n)
+            t, w = m.timesteps(step, range(self.n), self.n, batch)
             eps = rng.noise(tuple(x0.shape[1:]), 1, "noise", step, range(self.n))
             x_t, target = (
                 self.scheduler.add_noise(x0, eps, t),

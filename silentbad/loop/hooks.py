@@ -56,11 +56,11 @@ class Hook:
         return None
 
     def timesteps(
-        self, draw: int, positions: list[int], count: int, roles: list[str]
+        self, draw: int, positions: list[int], count: int, batch: dict[str, Any]
     ) -> tuple[Tensor, Tensor] | None:
         """(timesteps (B,), importance weights (B,)) on the CPU, in place of those of the hooks
         before; None keeps them. `positions` (B,) lie in effective batch number `draw` of `count`
-        samples, whose roles are `roles`."""
+        samples; `batch` has the columns of these B, on the CPU (silentbad.data.loader.collate)."""
         return None
 
     def weight_losses(self, losses: Tensor, sources: list[str]) -> Tensor:
@@ -130,11 +130,11 @@ class Hooks(Hook):
         return any(hook.one_source_per_backward for hook in self)
 
     def timesteps(
-        self, draw: int, positions: list[int], count: int, roles: list[str]
+        self, draw: int, positions: list[int], count: int, batch: dict[str, Any]
     ) -> tuple[Tensor, Tensor] | None:
         drawn = None
         for hook in self:
-            drawn = hook.timesteps(draw, positions, count, roles) or drawn
+            drawn = hook.timesteps(draw, positions, count, batch) or drawn
         return drawn
 
     def weight_losses(self, losses: Tensor, sources: list[str]) -> Tensor:

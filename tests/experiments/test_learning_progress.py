@@ -21,7 +21,7 @@ def hook(every: int = 1) -> LearningProgress:
 
 def trained(progress: LearningProgress, step: int, scales: np.ndarray) -> None:
     """A step whose losses are those of their bins, whichever timesteps are drawn."""
-    t, weights = progress.timesteps(step, list(range(4 * T)), 4 * T, [])
+    t, weights = progress.timesteps(step, list(range(4 * T)), 4 * T, {})
     of_bins = torch.from_numpy(scales)[t * BINS // T]
     progress.weight_losses(of_bins * weights, [])
     progress.after_step(step)
@@ -45,7 +45,7 @@ def test_what_still_falls_is_drawn_less_and_what_does_not_more():
 
 def test_a_skipped_step_says_nothing_of_its_losses():
     progress = hook(every=50)
-    progress.timesteps(0, [0, 1], 2, [])
+    progress.timesteps(0, [0, 1], 2, {})
     progress.weight_losses(torch.tensor([torch.inf, 1.0]), [])
     progress.after_step(1, skipped=True)
     assert not progress.sums.any() and not progress.step_sums.any()

@@ -65,7 +65,7 @@ def test_a_role_has_its_own_timesteps_and_weight():
     """Others keep theirs to the bit; importance weights keep the expectation."""
     of_elements = {"timesteps": roles.Part("snr_mixture"), "loss_weight": 3.0}
     plain, mixed = (Trainer(settings).memory for settings in (config(), config(element=of_elements)))
-    of = ["element", "clean"] * 32
+    of = {"role": ["element", "clean"] * 32}
     (t, w), (u, v) = (memory.timesteps(5, list(range(64)), 64, of) for memory in (plain, mixed))
     assert torch.equal(t[1::2], u[1::2]) and torch.equal(w[1::2], v[1::2]) and not torch.equal(t[::2], u[::2])
     p = TIMESTEPS["snr_mixture"](mixed.snr_numpy, 0.0)
