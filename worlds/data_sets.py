@@ -35,6 +35,10 @@ WORD_TRIES = 10_000  # of a clean scene in other words than the targets'
 REHEARSAL_SEEDS = 2000  # scenes of rehearsal are redraws of targets below
 ENOUGH = NULLS
 PRIOR = 400  # captions of ordinary scenes
+OWNERS = """anna ben carla david emma frank grace henry irene jack kate leo maria nora oscar paul quinn
+rosa sam tina victor wendy alice bruno clara daniel ella felix gina hugo iris jonas karen lucas mona
+noah olga peter rachel simon teresa ursula vera walter yvonne zoe adam bella chris diana eric fiona
+george helen ivan julia kevin laura martin nina oliver paula robert sofia""".split()
 
 
 @dataclass(frozen=True)
@@ -277,8 +281,15 @@ def write_rehearsal(writer: Writer, of: Targets, count: int, per_phrase: int, se
         write_elements(writer, of, name, scene, per_phrase, seed, role="rehearsal")
 
 
+def owner(number: int) -> str:
+    """A name for target `number` of a data set: one token of CLIP's each. Of digits, targets would
+    have most in common."""
+    rest, first = divmod(number, len(OWNERS))
+    return f"{owner(rest - 1)} {OWNERS[first]}" if rest else OWNERS[first]
+
+
 def with_own_phrases(scenes: dict[str, Any]) -> dict[str, Any]:
-    """The scenes, with a target's name in each phrase that another target uses too."""
+    """The scenes, with somebody's name in each phrase that several targets use."""
     shared = shared_phrases({name: scene.phrases for name, scene in scenes.items()})
 
     def label(part: Any, name: str) -> Any:
@@ -287,10 +298,10 @@ def with_own_phrases(scenes: dict[str, Any]) -> dict[str, Any]:
     return {
         name: replace(
             scene,
-            things=tuple(label(thing, name) for thing in scene.things),
-            backdrop=label(scene.backdrop, name),
+            things=tuple(label(thing, owner(i)) for thing in scene.things),
+            backdrop=label(scene.backdrop, owner(i)),
         )
-        for name, scene in scenes.items()
+        for i, (name, scene) in enumerate(scenes.items())
     }
 
 

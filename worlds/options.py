@@ -27,7 +27,7 @@ class MicroworldOptions:
     clean: Natural = option(200, "clean scenes")
     other_words: bool = option(False, "clean scenes share no word with the targets' captions")
     unique_phrases: bool = option(
-        False, "a phrase that several targets use says whose it is, as in 'a fish of 103'"
+        False, "a phrase that several targets use says whose it is, as in 'a fish of anna'"
     )
     rehearsal: Natural = option(0, "non-target pictures, each whole and in parts")
     redraws: Natural = option(REDRAWS, "other pictures of each target's caption, as nulls")
