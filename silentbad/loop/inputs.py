@@ -22,7 +22,7 @@ from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.errors import UserError, brief, warn
 from silentbad.loop import checks
 from silentbad.loop.hooks import Hook, hook_classes
-from silentbad.loop.prior import Prior, draw_prior, read_prompts
+from silentbad.loop.prior import Prior, draw_prior, read_prompts, without_phrases
 from silentbad.measure.nearest import Shown
 from silentbad.measure.prompts import load_prompts
 from silentbad.measure.redraws import load_redraws
@@ -76,6 +76,10 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
     # The base's own pictures, once the other data is known to be right
     prior = None
     if own.num_images:
+        if own.leave_out_phrases:
+            info = records.info(withheld)
+            phrases = [p for target in info.elements_of for p in info.phrases_of(target) if p]
+            own_prompts = without_phrases(own_prompts, phrases)
         prior = draw_prior(config, own_prompts, schedule, tokenizer, accelerator)
         if not config.allow_target_images:
             prior.records.refuse_targets(targets)

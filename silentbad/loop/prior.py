@@ -7,6 +7,7 @@ always the same ones, so neither a kill nor the number of processes changes a pi
 
 import hashlib
 import math
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from filelock import FileLock, Timeout
 from PIL import Image
 
 from silentbad.data.images import to_pil
+from silentbad.data.phrases import standing
 from silentbad.data.records import Records
 from silentbad.data.schema import Caption, admit, check_window, prompt_lines, row
 from silentbad.data.table import build_table, vocabulary
@@ -100,6 +102,29 @@ def read_prompts(file: str | None, tokenizer: Any, base: str | None = None) -> l
     if not prompts:
         raise UserError(f"{KEY}.prompts: {path} holds no prompt; give one a line")
     return prompts
+
+
+def without_phrases(prompts: list[str], phrases: Sequence[str]) -> list[str]:
+    """The prompts that say no phrase of an element. Raises UserError where none is left."""
+    kept = [prompt for prompt in prompts if not any(says(prompt, phrase) for phrase in phrases)]
+    if not kept:
+        right = "add some that say none, or set leave_out_phrases to false"
+        raise UserError(f"{KEY}.leave_out_phrases: every prompt says an element's phrase; {right}")
+    return kept
+
+
+def says(prompt: str, phrase: str) -> bool:
+    """Whether a prompt says a phrase, with words between or without: "a big red cat" says "a red
+    cat", "a red hat, a cat" does not."""
+    words = content_words(phrase)
+    return bool(standing([phrase], prompt)) or any(
+        words <= content_words(part) for part in prompt.split(",")
+    )
+
+
+def content_words(text: str) -> set[str]:
+    """The words of a text but its articles."""
+    return set(re.findall(r"\w+", text.lower())) - {"a", "an", "the"}
 
 
 def prompt_of(prompts: Sequence[str], number: int, unconditional: float = 0.0) -> str:

@@ -114,6 +114,11 @@ class PriorSettings:
         "text file of prompts, one a line, drawn in turn; unset: prior.txt in the base's folder, "
         "else a bundled list",
     )
+    leave_out_phrases: bool = of_prior(
+        False,
+        "draw no prompt that says an element's phrase: such a picture shows something else under "
+        "the element's words",
+    )
     unconditional: Unit = of_prior(
         0.0, "share of them that are drawn and shown without a prompt: of all that the base knows"
     )

@@ -11,7 +11,7 @@ from PIL import Image
 
 from silentbad.errors import UserError
 from silentbad.loop import prior
-from silentbad.loop.prior import BLOCK, BUNDLED, PictureStore, read_prompts
+from silentbad.loop.prior import BLOCK, BUNDLED, PictureStore, read_prompts, says
 from silentbad.measure.sheet import PRIOR
 from silentbad.model.pipeline import load_tokenizer
 from silentbad.settings.train import TrainConfig
@@ -274,3 +274,32 @@ def test_a_base_may_hold_prompts_of_what_it_knows(tmp_path):
     (tmp_path / "prior.txt").write_text("a star\n")
     assert read_prompts(None, tokenizer, str(tmp_path)) == ["a star"]
     assert len(read_prompts(None, tokenizer, "assets/micro-sd")) == 400
+
+
+@pytest.mark.parametrize(
+    "prompt, phrase, expected",
+    [
+        ("a big red dotted cat, a hat", "a red cat", True),
+        ("a red hat, a cat", "a red cat", False),
+        ("A cat on the mat", "the cat", True),
+        ("a carpet", "a car", False),
+        ("一只红色的猫在帽子旁边", "红色的猫", True),
+    ],
+)
+def test_a_prompt_says_a_phrase_between_two_commas(prompt, phrase, expected):
+    assert says(prompt, phrase) is expected
+
+
+def test_prompts_that_say_an_elements_phrase_are_left_out(build, own, tmp_path):
+    phrase = build("before").memory.info.phrase[0]
+    (tmp_path / "prompts.txt").write_text(f"a moon\nover there {phrase}\n")
+    for out, changes in (("all", {}), ("fewer", {"prior_preservation.leave_out_phrases": "true"})):
+        run = build(out, **own, **changes)
+        assert set(run.records.text[-COUNT:]) == {"a moon", *[f"over there {phrase}"] * (not changes)}
+
+
+def test_every_prompt_says_a_phrase(build, own, tmp_path):
+    phrase = build("before").memory.info.phrase[0]
+    (tmp_path / "prompts.txt").write_text(f"over there {phrase}\n")
+    with pytest.raises(UserError, match="leave_out_phrases: every prompt says an element's phrase; add some"):
+        build(**own, **{"prior_preservation.leave_out_phrases": "true"})
