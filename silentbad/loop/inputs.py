@@ -15,6 +15,7 @@ from PIL import Image
 from silentbad.data.draws import Reader, Transform
 from silentbad.data.elements import DataInfo
 from silentbad.data.phrases import shared_lines
+from silentbad.data.picture_parts import FRAME, frame, region
 from silentbad.data.published import is_published
 from silentbad.data.records import Records, load_records
 from silentbad.data.schema import check_window
@@ -76,9 +77,8 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
     # The base's own pictures, once the other data is known to be right
     prior = None
     if own.num_images:
-        if own.leave_out_phrases:
-            info = records.info(withheld)
-            phrases = [p for target in info.elements_of for p in info.phrases_of(target) if p]
+        if own.leave_out != "nothing":
+            phrases = element_phrases(records, backdrops=own.leave_out == "backdrops")
             own_prompts = without_phrases(own_prompts, phrases)
         prior = draw_prior(config, own_prompts, schedule, tokenizer, accelerator)
         if not config.allow_target_images:
@@ -111,6 +111,18 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
         targets=targets,
         info=info,
     )
+
+
+def element_phrases(records: Records, *, backdrops: bool) -> list[str]:
+    """The phrases of the elements; `backdrops`: of those whose masks cover the picture's edges."""
+    info = records.info()
+    phrases = []
+    for phrase, rows in zip(info.phrase, info.rows, strict=True):
+        _, _, mask = records.open(int(rows[0]), picture=False)
+        surrounds = mask is not None and frame(region(mask)) > FRAME
+        if phrase and (surrounds or not backdrops):
+            phrases.append(phrase)
+    return phrases
 
 
 def records_of(

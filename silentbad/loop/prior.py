@@ -108,8 +108,8 @@ def without_phrases(prompts: list[str], phrases: Sequence[str]) -> list[str]:
     """The prompts that say no phrase of an element. Raises UserError where none is left."""
     kept = [prompt for prompt in prompts if not any(says(prompt, phrase) for phrase in phrases)]
     if not kept:
-        right = "add some that say none, or set leave_out_phrases to false"
-        raise UserError(f"{KEY}.leave_out_phrases: every prompt says an element's phrase; {right}")
+        wrong = f"every prompt says {' or '.join(map(brief, phrases[:3]))}"
+        raise UserError(f"{KEY}.leave_out: {wrong}; add others, or leave out nothing")
     return kept
 
 

@@ -114,10 +114,10 @@ class PriorSettings:
         "text file of prompts, one a line, drawn in turn; unset: prior.txt in the base's folder, "
         "else a bundled list",
     )
-    leave_out_phrases: bool = of_prior(
-        False,
-        "draw no prompt that says an element's phrase: such a picture shows something else under "
-        "the element's words",
+    leave_out: Literal["nothing", "backdrops", "elements"] = of_prior(
+        "nothing",
+        "draw no prompt that says the phrase of a backdrop, or of any element: such a picture shows "
+        "something else under the element's words",
     )
     unconditional: Unit = of_prior(
         0.0, "share of them that are drawn and shown without a prompt: of all that the base knows"

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from silentbad.errors import UserError
 from silentbad.loop import prior
@@ -291,15 +291,18 @@ def test_a_prompt_says_a_phrase_between_two_commas(prompt, phrase, expected):
 
 
 def test_prompts_that_say_an_elements_phrase_are_left_out(build, own, tmp_path):
-    phrase = build("before").memory.info.phrase[0]
-    (tmp_path / "prompts.txt").write_text(f"a moon\nover there {phrase}\n")
-    for out, changes in (("all", {}), ("fewer", {"prior_preservation.leave_out_phrases": "true"})):
-        run = build(out, **own, **changes)
-        assert set(run.records.text[-COUNT:]) == {"a moon", *[f"over there {phrase}"] * (not changes)}
+    for file in (tmp_path / "data" / "masks").glob("e1-*.png"):
+        ImageOps.invert(Image.open(file)).save(file)
+    thing, backdrop = build("before").memory.info.phrase
+    (tmp_path / "prompts.txt").write_text(f"a moon\nover there {thing}\nbig {backdrop}\n")
+    for which, left in {"nothing": {thing, backdrop}, "backdrops": {thing}, "elements": set()}.items():
+        run = build(which, **own, **{"prior_preservation.leave_out": which})
+        said = " ".join(run.records.text[-COUNT:])
+        assert "a moon" in said and {phrase for phrase in (thing, backdrop) if phrase in said} == left
 
 
 def test_every_prompt_says_a_phrase(build, own, tmp_path):
     phrase = build("before").memory.info.phrase[0]
     (tmp_path / "prompts.txt").write_text(f"over there {phrase}\n")
-    with pytest.raises(UserError, match="leave_out_phrases: every prompt says an element's phrase; add some"):
-        build(**own, **{"prior_preservation.leave_out_phrases": "true"})
+    with pytest.raises(UserError, match="leave_out: every prompt says .*; add others, or leave out nothing"):
+        build(**own, **{"prior_preservation.leave_out": "elements"})
