@@ -224,6 +224,8 @@ OWN_UNIONS = {  # unions that the model draws itself
     "memory.rehearsal.options": "{}",
     "hooks": json.dumps([experiment("own_unions", "OwnUnions")]),
 }
+LEFT_OUT = {"prior_preservation.leave_out": "backdrops"}
+ALONE = {**KEEPING_BASE, "memory.rehearsal.name": "none", "memory.rehearsal.options": "{}"}  # no two elements together
 UNIONS = {
     **KEEPING_BASE,
     **part("rehearsal", "pairwise", elements=None, share=0.75, backdrop=True),
@@ -243,12 +245,15 @@ KEPT: dict[str, Flags] = {
     "clean_alone": {**KEEPING_BASE, **CLEAN_ALONE},  # as many updates, and no element
     "recommended_2026": {**STRONG, **SPECTRAL},
     "plain": {},
-    "recommended_leak_free": {**KEEPING_BASE, "memory.rehearsal.name": "none", "memory.rehearsal.options": "{}"},
+    "recommended_leak_free": ALONE,
+    # the base draws no picture under the backdrop's words
+    "recommended_leak_free_left_out": {**ALONE, **LEFT_OUT},
     "recommended_own_unions": {
         **OWN_UNIONS,
         "hook_options": json.dumps({experiment("own_unions", "OwnUnions"): {"guidance_scale": 2.0}}),
     },
     "recommended_own_unions_unguided": OWN_UNIONS,
+    "recommended_own_unions_left_out": {**OWN_UNIONS, **LEFT_OUT},
     "replay": REPLAY,
     "decoder_2026": {**STRONG, **SPECTRAL, **DECODER},
     "lora_2026": {**STRONG, **SPECTRAL, **ADAPTERS},
