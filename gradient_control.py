@@ -154,10 +154,10 @@ class LayerRates(Hook):
         self,
         config: GradientControlConfig,
         groups: Groups,
+        *,
         rules: RuleTable,
         sample: Callable[[], Sample],
         meters: dict[str, Tensor],
-        *,
         seed: int,
         sdxl: bool,
     ):

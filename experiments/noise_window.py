@@ -108,7 +108,7 @@ def separations(records: Records) -> dict[str, float]:
     for key, rows in zip(info.keys, info.rows, strict=True):
         for row in rows.tolist():
             _, picture, mask = records.open(row)
-            if mask is not None:
+            if picture is not None and mask is not None:
                 of_mask = to_tensor(fitted_mask(mask, picture.size))[:1]
                 found[key].append(separation(to_tensor(picture), of_mask))
     return {key: float(np.mean(values)) for key, values in found.items()}

@@ -143,7 +143,7 @@ def density(name, snr=SNR, progress=0.2, **options):
 
 
 def hook(world, name, masks=None, **options):
-    return rehearsal.Rehearsal(name, options, world.info, 0, world.load, masks or {})
+    return rehearsal.Rehearsal(name, options, info=world.info, seed=0, load=world.load, masks=masks or {})
 
 
 def taken(made):

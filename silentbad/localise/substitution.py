@@ -104,7 +104,7 @@ class Subject:
     """A finished run, its base, and the `Measure` of both."""
 
     def __init__(
-        self, run: Path, config: TrainConfig, record: Record, images: int | None, key: str
+        self, run: Path, config: TrainConfig, record: Record, *, images: int | None, key: str
     ):
         images = images or config.validation.images_per_target
         validation = replace(config.validation, sample_targets=0, images_per_target=images)

@@ -189,6 +189,7 @@ class PictureStore:
 
     def __init__(
         self,
+        *,
         config: TrainConfig,
         prompts: list[str],
         base: pipeline.Components,

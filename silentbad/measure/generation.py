@@ -146,6 +146,7 @@ class Sampler:
         components: dict,
         config: ValidationConfig,
         seed: int,
+        *,
         prediction_type=None,
         refuses: str | None = None,
     ):

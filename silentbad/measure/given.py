@@ -75,6 +75,7 @@ class GivenPictures:
         pictures: Sequence[Given],
         targets: Sequence[Target],
         batch: int,
+        *,
         side: int | None = None,
         vae: Any = None,
     ):

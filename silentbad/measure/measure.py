@@ -56,6 +56,7 @@ class Measure:
 
     def __init__(
         self,
+        *,
         config: ValidationConfig,
         targets: list[Target],
         sampler: Sampler,

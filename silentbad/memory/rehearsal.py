@@ -262,6 +262,7 @@ class Rehearsal:
         self,
         name: str,
         options: dict,
+        *,
         info: DataInfo,
         seed: int,
         load: Callable,

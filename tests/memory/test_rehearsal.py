@@ -305,14 +305,14 @@ def test_a_withheld_element_leaves_unions_of_the_other_two(name):
 def test_of_two_elements_with_one_withheld_nothing_is_joined():
     info = DataInfo(["element"], ["t"], ["0"], [["a"]], withheld={"t": ["b"]})
     with pytest.raises(UserError, match="no target has three elements"):
-        rehearsal.Rehearsal("pairwise", {}, info, 0, dict, {})
+        rehearsal.Rehearsal("pairwise", {}, info=info, seed=0, load=dict, masks={})
 
 
 @pytest.mark.parametrize("name", rehearsal.PLACED)
 def test_rehearsal_where_no_target_has_three_elements_is_refused(name):
     info = DataInfo(["element"] * 4, ["t"] * 4, ["0", "0", "1", "1"], [["a"], ["a"], ["b"], ["b"]])
     with pytest.raises(UserError, match="no target has three elements.*take none"):
-        rehearsal.Rehearsal(name, {}, info, 0, dict, {})
+        rehearsal.Rehearsal(name, {}, info=info, seed=0, load=dict, masks={})
 
 
 def test_a_training_knows_what_it_withholds(tmp_path, pipelines):
@@ -321,4 +321,4 @@ def test_a_training_knows_what_it_withholds(tmp_path, pipelines):
     config = TrainConfig(**named, cache_dir=str(tmp_path / "cache"), withhold=["t0/t0-1"])
     info = load_inputs(config, Accelerator(cpu=True), sharded=False).info
     assert info.keys == ["t0/t0-0", "t0/t0-2"] and info.phrases_of("t0") == ["a red cat", "a gold cup", "a blue hat"]
-    rehearsal.Rehearsal("pairwise", {"elements": None}, info, 0, dict, {})
+    rehearsal.Rehearsal("pairwise", {"elements": None}, info=info, seed=0, load=dict, masks={})
