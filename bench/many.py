@@ -173,7 +173,7 @@ def at_once(read: Read) -> str:
                 passed["shared" if phrase in shared else "own"].append(rate)
                 passed["backdrop" if phrase == phrases[-1] else "thing"].append(rate)
         rates = [row["rate"] for row in last]
-        name = said(arm) + ", phrases of one target each" * unique
+        name = said(arm) + ", phrases of one target each, by digits" * unique
         parts = [f"{mean(own):.2f} ({len(own)})" if own else "" for own in passed.values()]
         drift = f"{last[0]['drift'] - base['drift']:.4f}"
         minutes = f"{last[0]['seconds'] / 60:.0f}"
@@ -210,7 +210,7 @@ def differences(read: Read) -> str:
             "strict rate": [row["rate"] - control[target]["rate"] for target, row in changed.items()],
             "elements": [mean(row["elements"]) - mean(control[target]["elements"]) for target, row in changed.items()],
         }
-        name = "phrases of one target each" if unique else "captions with more of the target's phrases"
+        name = "phrases of one target each, by digits" if unique else "captions with more of the target's phrases"
         lines.append([name, f"{len(changed)}", *(interval(values, "+.2f") for values in gains.values())])
     return markdown(("change", "targets at once", "strict rate, difference", "elements, difference"), lines)
 
