@@ -251,14 +251,14 @@ ARMS_SAID = (
 )
 
 FEW = 4  # targets, below which an arm's figures are left to research/results.md
-# on the way to other arms: left there too
-REPLACED = ("own_pictures", "own_pictures_long", "recommended_backdrop", "recommended_own_unions")
-FRONT = ("recommended", "recommended_800", "recommended_2026")  # of README's table
-# arms whose rate is nought, the control without decay, and what the base draws: eight colours are left for the others
-UNCHARTED = (
-    *("recommended_placebo", "clean_alone", "replay", "plain", "recommended_no_decay"),
+# on the way to other arms, or no better than one: left there too
+REPLACED = (
+    *("own_pictures", "own_pictures_long", "recommended_backdrop", "recommended_own_unions"),
     *("recommended_leak_free_left_out", "recommended_own_unions_left_out"),
 )
+FRONT = ("recommended", "recommended_800", "recommended_2026")  # of README's table
+# arms whose rate is nought, and the control without decay: eight colours are left for the others
+UNCHARTED = ("recommended_placebo", "clean_alone", "replay", "plain", "recommended_no_decay")
 BRIEFLY = {  # columns of the documents for users, and their words there
     "arm": "arm",
     "steps": "steps",
