@@ -16,15 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory_reinforce import TIMESTEPS, snr_mixture
 from silentbad.data.elements import DataInfo
 from silentbad.data.images import to_tensor
 from silentbad.data.records import Records
 from silentbad.loop.hooks import Hook, HookContext
 from silentbad.memory.masks import fitted_mask
-from silentbad.memory.timesteps import draw_timesteps
+from silentbad.memory.timesteps import draw_timesteps, mixed
 from silentbad.model import diffusion
-from silentbad.settings.memory import policies
 from silentbad.settings.types import Positive, Unit
 
 LOWEST, HIGHEST = 0.3, 30.0  # SNR of a centre
@@ -32,8 +30,8 @@ SEPARATIONS: dict[str, float] = {}  # by element, measured where the run reads i
 
 
 class NoiseWindow(Hook):
-    """Elements' pictures are shown around SNR = centre * (typical separation / separation)^power;
-    the pictures of other roles as the configuration says.
+    """Elements' pictures are shown around SNR = centre * (typical separation / separation)^power,
+    unions around `centre`, as `snr_mixture` does it; clean pictures at all noise levels alike.
 
     The separation of an element is the area of its mask times the RMS distance of its pixels from
     the mean outside of it; typical is the geometric mean over elements. Controls: power 0, one
@@ -50,10 +48,10 @@ class NoiseWindow(Hook):
         shuffled: bool = False,
     ):
         self.seed = context.config.seed
-        self.max_steps = context.max_steps
-        self.memory = context.config.memory
+        self.importance = context.config.memory.timesteps.importance
         self.snr = diffusion.signal_to_noise(context.scheduler).double().cpu().numpy()
-        self.window = {"width": width, "high": high}
+        self.width = width
+        self.high = high
         self.centre = centre
         self.power = power
         self.shuffled = shuffled
@@ -67,29 +65,28 @@ class NoiseWindow(Hook):
     def timesteps(
         self, draw: int, positions: list[int], count: int, batch: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        progress = min(1.0, draw / max(self.max_steps, 1))
+        rows = zip(batch["role"], DataInfo.keys_of(batch), positions, strict=True)
         drawn = [
             draw_timesteps(
-                self.density(role, element, progress),
-                self.seed,
-                draw,
-                [position],
-                count,
-                self.memory.timesteps.importance,
+                self.density(role, key), self.seed, draw, [position], count, self.importance
             )
-            for role, element, position in zip(
-                batch["role"], DataInfo.keys_of(batch), positions, strict=True
-            )
+            for role, key, position in rows
         ]
         t, w = zip(*drawn, strict=True)
         return torch.cat(t), torch.cat(w)
 
-    def density(self, role: str, element: str, progress: float) -> np.ndarray:
-        """p (T,) for a picture."""
-        if element in SEPARATIONS:
-            return snr_mixture(self.snr, progress, centre=self.centre_of(element), **self.window)
-        policy = policies(self.memory).get(role, self.memory.timesteps)
-        return TIMESTEPS[policy.name](self.snr, progress, **policy.options)
+    def density(self, role: str, element: str) -> np.ndarray:
+        """p (T,) for a picture: half of it around a centre, `high` at t > 0.7 T, the rest
+        uniform."""
+        T = len(self.snr)
+        if role == "clean":
+            return np.full(T, 1 / T)
+        centre = self.centre_of(element) if element in SEPARATIONS else self.centre
+        log_snr = np.log(np.maximum(self.snr, 1e-20))
+        edges = np.concatenate([[np.inf], (log_snr[1:] + log_snr[:-1]) / 2, [-np.inf]])
+        mass = -np.diff(0.5 * (1 + np.tanh((edges - np.log(centre)) / (2 * self.width))))
+        tail = np.arange(T) >= 0.7 * T
+        return mixed(0.5 * mass + self.high * tail / tail.sum(), 0.5 - self.high)
 
     def centre_of(self, element: str) -> float:
         """The SNR around which an element is shown."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from experiments.noise_window import NoiseWindow, separation
+from memory_reinforce import snr_mixture
 from tests.toy import experiment
 from tests.training import step_once
 
@@ -34,7 +35,7 @@ def test_what_is_small_or_pale_sets_a_picture_less_apart():
 def test_what_is_small_is_shown_at_less_noise(build, monkeypatch):
     window = window_in(build(hooks=PLACE))
     monkeypatch.setitem(vars(sys.modules[type(window).__module__]), "SEPARATIONS", {"t/hat": 0.01, "t/cat": 0.09})
-    low, high = (window.density("element", key, 0.5) @ np.log(window.snr + 1e-9) for key in ("t/hat", "t/cat"))
+    low, high = (window.density("element", key) @ np.log(window.snr + 1e-9) for key in ("t/hat", "t/cat"))
     assert low > high + 0.5
 
     def centres() -> tuple[float, float]:
@@ -49,7 +50,7 @@ def test_what_is_small_is_shown_at_less_noise(build, monkeypatch):
     assert centres() == pytest.approx((3, 3))
 
 
-def test_other_roles_keep_the_timesteps_of_the_configuration(build):
+def test_clean_pictures_are_shown_at_all_noise_levels_alike(build):
     run, plain = build(hooks=PLACE), build()
     batch = next(iter(run.loader.draw(0)))
     positions = batch["position"].tolist()
@@ -65,3 +66,9 @@ def test_a_run_measures_its_elements_and_draws_by_them(build):
     measured = sys.modules[type(window_in(run)).__module__].SEPARATIONS
     assert list(measured) == run.memory.info.keys
     step_once(run)
+
+
+def test_at_power_nought_all_are_shown_as_by_snr_mixture(build):
+    window = window_in(build(hooks=PLACE))
+    expected = snr_mixture(window.snr, 0.0, centre=3.0, width=1.0, high=0.1)
+    assert np.allclose(window.density("rehearsal", ""), expected)
