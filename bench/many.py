@@ -39,6 +39,8 @@ SEQUENCES = {
     "rehearsed": ("recommended", 48),
 }
 CONTROL = "recommended_long"  # with phrases as they come
+# what a row's `unique_phrases` says of its data
+OWN_PHRASES = {True: "phrases of one target each, by digits", "names": "phrases of one target each, by names"}
 AT_ONCE = (
     "targets at once",
     "arm",
@@ -173,7 +175,7 @@ def at_once(read: Read) -> str:
                 passed["shared" if phrase in shared else "own"].append(rate)
                 passed["backdrop" if phrase == phrases[-1] else "thing"].append(rate)
         rates = [row["rate"] for row in last]
-        name = said(arm) + ", phrases of one target each, by digits" * unique
+        name = said(arm) + (f", {OWN_PHRASES[unique]}" if unique else "")
         parts = [f"{mean(own):.2f} ({len(own)})" if own else "" for own in passed.values()]
         drift = f"{last[0]['drift'] - base['drift']:.4f}"
         minutes = f"{last[0]['seconds'] / 60:.0f}"
@@ -202,7 +204,8 @@ def differences(read: Read) -> str:
             of_run = (row["targets"], row["steps"], row["arm"], row["unique_phrases"])
             runs[of_run][row["target"]] = row
     lines = []
-    for (targets, steps, arm, unique), changed in sorted(runs.items(), key=lambda run: (len(run[1]), run[0])):
+    in_order = sorted(runs.items(), key=lambda run: (len(run[1]), *map(str, run[0])))
+    for (targets, steps, arm, unique), changed in in_order:
         control = runs.get((targets, steps, CONTROL, False))
         if control is None or (arm, unique) == (CONTROL, False):
             continue
@@ -210,7 +213,7 @@ def differences(read: Read) -> str:
             "strict rate": [row["rate"] - control[target]["rate"] for target, row in changed.items()],
             "elements": [mean(row["elements"]) - mean(control[target]["elements"]) for target, row in changed.items()],
         }
-        name = "phrases of one target each, by digits" if unique else "captions with more of the target's phrases"
+        name = OWN_PHRASES.get(unique, "captions with more of the target's phrases")
         lines.append([name, f"{len(changed)}", *(interval(values, "+.2f") for values in gains.values())])
     return markdown(("change", "targets at once", "strict rate, difference", "elements, difference"), lines)
 

@@ -69,7 +69,7 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         per_phrase(targets, args.clean, ratio, args.world),
     )
     more = ("--placebo",) * args.placebo + ("--other_words",) * (args.words == "other")
-    more += ("--unique_phrases",) * args.unique_phrases
+    more += ("--unique_phrases",) * bool(args.unique_phrases)
     clean, nulls = args.clean + HELD_OUT, NULLS[args.nulls]
     data = data_set(targets, seed, images, flags_of_arm, clean=clean, more=more, nulls=nulls, world=args.world)
     flags = {
@@ -138,7 +138,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--settled", type=int, default=0, help="end a run once it recovers at so many evaluations")
     parser.add_argument("--nulls", choices=NULLS, default="element", help="100 of each harder kind for each of these")
     parser.add_argument("--words", choices=("shared", "other"), default="shared", help="of clean and element captions")
-    parser.add_argument("--unique-phrases", action="store_true", help="no phrase is of several targets")
+    parser.add_argument(
+        "--unique-phrases",
+        action="store_const",
+        const="names",  # rows with True are of data that had digits in place of names
+        default=False,
+        help="no phrase is of several targets",
+    )
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
     parser.add_argument("--base", type=Path, help="folder of another base to fine-tune")
