@@ -10,7 +10,6 @@ B micro-batch, latents (B,C,h,w), timesteps (B,), rho_i strength of element i, q
 exposures, p (T,) timestep density.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from silentbad.memory.auxiliary import Auxiliaries, ModelAccess, RunFacts, SelfD
 from silentbad.memory.masks import REGION
 from silentbad.memory.rehearsal import REHEARSAL, Rehearsal, Rehearsed
 from silentbad.memory.samplers import weakest_first
-from silentbad.memory.timesteps import draw_timesteps, logit_normal, mixed, mode
+from silentbad.memory.timesteps import draw_timesteps, logit_normal, mode, snr_mixture
 from silentbad.memory.weightings import flow_sigma, in_prediction, mse
 from silentbad.model import diffusion
 from silentbad.settings.check import check_part
@@ -37,7 +36,7 @@ from silentbad.settings.memory import (
     policies,
 )
 from silentbad.settings.registries import Examples, Judge, Parts
-from silentbad.settings.types import Decay, Positive, Unit
+from silentbad.settings.types import Positive
 
 # A registry of `Parts` takes PATH.py:NAME too, code of your own; experiments/ has some.
 
@@ -70,33 +69,12 @@ def sampler_examples(records: np.ndarray) -> Examples:
 # ------------------------------------------------------------ timestep policies
 # A policy is a density p (T,) from the schedule's snr (T,) and the progress of the run in [0,1]. At
 # least 0.3 of every density is uniform.
-# `silentbad/memory/timesteps.py` has the densities of Stable Diffusion 3.
+# `silentbad/memory/timesteps.py` has the other densities.
 
 
 def uniform_t(snr: np.ndarray, progress: float) -> np.ndarray:
     """1/T: what plain training does."""
     return np.full(len(snr), 1 / len(snr))
-
-
-def snr_mixture(
-    snr: np.ndarray,
-    progress: float,
-    *,
-    centre: Positive = 0.5,
-    width: Positive = 0.7,
-    middle: Unit = 0.5,
-    high: Unit = 0.15,
-    above: Decay = 0.7,
-) -> np.ndarray:
-    """`middle` of a logistic in log-SNR around SNR `centre`, `high` of a uniform above t = above*T,
-    the rest uniform. The middle noise levels are where memory forms (2602.17846), the high ones
-    hold the guidance basin (2411.16738)."""
-    T = len(snr)
-    log_snr = np.log(np.maximum(snr, 1e-20))
-    edges = np.concatenate([[np.inf], (log_snr[1:] + log_snr[:-1]) / 2, [-np.inf]])
-    cdf = 0.5 * (1 + np.tanh((edges - math.log(centre)) / (2 * width)))
-    tail = np.arange(T) >= above * T
-    return mixed(middle * -np.diff(cdf) + high * tail / tail.sum(), 1 - middle - high)
 
 
 def policy_examples() -> Examples:

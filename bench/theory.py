@@ -35,12 +35,12 @@ from bench.published_table import CLEAN
 from bench.recovery import ROOT, facts
 from bench.recovery_table import append, stored
 from bench.theory_table import FRESH, compared, table
-from memory_reinforce import snr_mixture
 from silentbad.data.elements import DataInfo
 from silentbad.data.images import to_tensor
 from silentbad.measure.redraws import fingerprint
 from silentbad.memory.masks import region_weight
 from silentbad.memory.rehearsal import Others, pairwise
+from silentbad.memory.timesteps import snr_mixture
 from silentbad.rng import generator
 from worlds.data_sets import draw_null, phrase_of
 from worlds.microworld.grammar import Scene, sample_backdrop, sample_scene

@@ -21,7 +21,7 @@ from silentbad.data.images import to_tensor
 from silentbad.data.records import Records
 from silentbad.loop.hooks import Hook, HookContext
 from silentbad.memory.masks import fitted_mask
-from silentbad.memory.timesteps import draw_timesteps, mixed
+from silentbad.memory.timesteps import draw_timesteps, snr_mixture
 from silentbad.model import diffusion
 from silentbad.settings.types import Positive, Unit
 
@@ -65,28 +65,24 @@ class NoiseWindow(Hook):
     def timesteps(
         self, draw: int, positions: list[int], count: int, batch: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        rows = zip(batch["role"], DataInfo.keys_of(batch), positions, strict=True)
-        drawn = [
-            draw_timesteps(
-                self.density(role, key), self.seed, draw, [position], count, self.importance
+        t = torch.empty(len(positions), dtype=torch.long)
+        w = torch.empty(len(positions))
+        alike = defaultdict(list)  # rows of one density
+        for row, kind in enumerate(zip(batch["role"], DataInfo.keys_of(batch), strict=True)):
+            alike[kind].append(row)
+        for kind, rows in alike.items():
+            places = [positions[row] for row in rows]
+            t[rows], w[rows] = draw_timesteps(
+                self.density(*kind), self.seed, draw, places, count, self.importance
             )
-            for role, key, position in rows
-        ]
-        t, w = zip(*drawn, strict=True)
-        return torch.cat(t), torch.cat(w)
+        return t, w
 
     def density(self, role: str, element: str) -> np.ndarray:
-        """p (T,) for a picture: half of it around a centre, `high` at t > 0.7 T, the rest
-        uniform."""
-        T = len(self.snr)
+        """p (T,) for a picture."""
         if role == "clean":
-            return np.full(T, 1 / T)
+            return np.full(len(self.snr), 1 / len(self.snr))
         centre = self.centre_of(element) if element in SEPARATIONS else self.centre
-        log_snr = np.log(np.maximum(self.snr, 1e-20))
-        edges = np.concatenate([[np.inf], (log_snr[1:] + log_snr[:-1]) / 2, [-np.inf]])
-        mass = -np.diff(0.5 * (1 + np.tanh((edges - np.log(centre)) / (2 * self.width))))
-        tail = np.arange(T) >= 0.7 * T
-        return mixed(0.5 * mass + self.high * tail / tail.sum(), 0.5 - self.high)
+        return snr_mixture(self.snr, 0.0, centre=centre, width=self.width, high=self.high)
 
     def centre_of(self, element: str) -> float:
         """The SNR around which an element is shown."""

@@ -77,7 +77,7 @@ def faults(phrases: Sequence[str], masks: Masks, rest: bool = False) -> Iterator
     before: dict[str, np.ndarray] = {}
     for name, covered in regions.items():
         nested = [other for other in before if shared(before[other], covered) > NESTED]
-        if rest and frame(covered) > FRAME:
+        if rest and surrounds(covered):
             yield (
                 f"the mask of {name} covers the edges of the picture, as a backdrop does; is it "
                 f"inverted? white is the thing"
@@ -95,7 +95,7 @@ def faults(phrases: Sequence[str], masks: Masks, rest: bool = False) -> Iterator
 
 def around_twice(regions: Regions) -> Iterator[str]:
     """A line if two masks cover the edges: only one of them can be the backdrop's."""
-    around = [name for name, covered in regions.items() if frame(covered) > FRAME]
+    around = [name for name, covered in regions.items() if surrounds(covered)]
     for other, name in pairwise(around):
         yield (
             f"the mask of {name} covers the edges of the picture, and so does that of {other}; is "
@@ -126,7 +126,7 @@ def alone_around(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
     """A line on a picture's only mask if it surrounds something, as an inverted mask does."""
     regions = regions_of(phrases, masks)
     for name, covered in regions.items() if len(regions) == 1 else ():
-        if frame(covered) > FRAME and not covered.all():
+        if surrounds(covered) and not covered.all():
             yield (
                 f"the mask of {name} covers the edges of the picture, and no mask what is inside; is "
                 f"it inverted? white is the thing"
@@ -147,6 +147,11 @@ def region(mask: Image.Image) -> np.ndarray:
 def shared(first: np.ndarray, second: np.ndarray) -> float:
     """How much of the smaller of two regions the other covers."""
     return float((first & second).sum() / max(1, min(first.sum(), second.sum())))
+
+
+def surrounds(covered: np.ndarray) -> bool:
+    """Whether a region covers the picture's edges, as a backdrop does and a thing does not."""
+    return frame(covered) > FRAME
 
 
 def frame(covered: np.ndarray) -> float:

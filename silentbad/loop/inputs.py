@@ -15,7 +15,7 @@ from PIL import Image
 from silentbad.data.draws import Reader, Transform
 from silentbad.data.elements import DataInfo
 from silentbad.data.phrases import shared_lines
-from silentbad.data.picture_parts import FRAME, frame, region
+from silentbad.data.picture_parts import region, surrounds
 from silentbad.data.published import is_published
 from silentbad.data.records import Records, load_records
 from silentbad.data.schema import check_window
@@ -116,13 +116,16 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
 def element_phrases(records: Records, *, backdrops: bool) -> list[str]:
     """The phrases of the elements; `backdrops`: of those whose masks cover the picture's edges."""
     info = records.info()
-    phrases = []
-    for phrase, rows in zip(info.phrase, info.rows, strict=True):
-        _, _, mask = records.open(int(rows[0]), picture=False)
-        surrounds = mask is not None and frame(region(mask)) > FRAME
-        if phrase and (surrounds or not backdrops):
-            phrases.append(phrase)
-    return phrases
+
+    def is_backdrop(row: int) -> bool:
+        _, _, mask = records.open(row, picture=False)
+        return mask is not None and surrounds(region(mask))
+
+    return [
+        phrase
+        for phrase, rows in zip(info.phrase, info.rows, strict=True)
+        if phrase and (not backdrops or is_backdrop(int(rows[0])))
+    ]
 
 
 def records_of(

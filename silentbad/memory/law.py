@@ -13,7 +13,7 @@ import numpy as np
 
 from silentbad.data.elements import DataInfo
 from silentbad.data.phrases import MOST_SHARED
-from silentbad.data.picture_parts import FRAME, frame, region
+from silentbad.data.picture_parts import region, surrounds
 from silentbad.data.targets import Target
 from silentbad.errors import brief
 
@@ -87,7 +87,7 @@ def hard_elements(
             exposures=draws * len(rows),
             targets=len(info.elements_of),
             sharing=len(info.shared.get(phrase, [target])),
-            backdrop=frame(covered) > FRAME,
+            backdrop=surrounds(covered),
             area=float(covered.mean()),
             elements=len(info.phrases_of(target)),
             own_pictures=own_pictures,

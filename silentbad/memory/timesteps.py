@@ -1,4 +1,5 @@
-"""Timesteps of a draw, from a density over all of them; and the densities of Stable Diffusion 3."""
+"""Timesteps of a draw, from a density over all of them; and densities: `snr_mixture`, and those of
+Stable Diffusion 3."""
 
 import math
 from typing import Annotated
@@ -9,7 +10,7 @@ from annotated_types import Interval
 
 from silentbad import rng
 from silentbad.errors import UserError
-from silentbad.settings.types import Positive, Unit
+from silentbad.settings.types import Decay, Positive, Unit
 
 
 def comb(seed: int, draw: int, n: int) -> np.ndarray:
@@ -46,6 +47,27 @@ def mixed(q: np.ndarray, uniform: float) -> np.ndarray:
         )
     q = q if q.any() else np.ones(len(q))
     return (1 - uniform) * q / q.sum() + uniform / len(q)
+
+
+def snr_mixture(
+    snr: np.ndarray,
+    progress: float,
+    *,
+    centre: Positive = 0.5,
+    width: Positive = 0.7,
+    middle: Unit = 0.5,
+    high: Unit = 0.15,
+    above: Decay = 0.7,
+) -> np.ndarray:
+    """`middle` of a logistic in log-SNR around SNR `centre`, `high` of a uniform above t = above*T,
+    the rest uniform. The middle noise levels are where memory forms (2602.17846), the high ones
+    hold the guidance basin (2411.16738)."""
+    T = len(snr)
+    log_snr = np.log(np.maximum(snr, 1e-20))
+    edges = np.concatenate([[np.inf], (log_snr[1:] + log_snr[:-1]) / 2, [-np.inf]])
+    cdf = 0.5 * (1 + np.tanh((edges - math.log(centre)) / (2 * width)))
+    tail = np.arange(T) >= above * T
+    return mixed(middle * -np.diff(cdf) + high * tail / tail.sum(), 1 - middle - high)
 
 
 def logit_normal(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments.noise_window import NoiseWindow, separation
-from memory_reinforce import snr_mixture
+from silentbad.memory.timesteps import snr_mixture
 from tests.toy import experiment
 from tests.training import step_once
 
