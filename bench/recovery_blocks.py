@@ -3,36 +3,23 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 
-import numpy as np
-
 from bench.arms import ARMS, setting_of
 from bench.recovery_table import (
     HEAD,
     OVER,
     Arm,
     Read,
-    compared,
     difference,
     grid,
     lines_of,
     named,
-    pairs,
     read_arm,
     runs_of,
-    speedup,
     tables,
 )
 
 FILE = "recovery.jsonl"
 PLAIN: Arm = ("plain", 8.0)
-RESULT_ARMS = """
-    plain plain@4 recommended recommended_leak_free recommended_estimated recommended+gsnr
-    unconditional pairwise region snr_mixture leak_free joint_captions keys_values
-    keys_values_placebo gsnr auto_rgn original
-""".split()
-SEED_ARMS = """
-    recommended recommended_leak_free recommended+gsnr pairwise joint_captions keys_values
-""".split()
 RATE_ARMS = """
     keys_values keys_values_placebo prior gsnr prior_gsnr placebo auto_rgn inverse_rms
     hypergradient original_as_rate shrink original plain@4
@@ -68,18 +55,6 @@ MEMORY_PAIRS = (
     ("recommended_leak_free+shrink", "recommended_leak_free"),
     ("recommended+gsnr", "recommended"),
 )
-RESULT_PAIRS = (
-    ("recommended", "recommended_leak_free"),
-    ("recommended_estimated", "recommended"),
-    ("recommended+gsnr", "recommended"),
-    ("recommended+placebo", "recommended"),
-    ("recommended_leak_free+shrink", "recommended_leak_free"),
-    ("keys_values", "keys_values_placebo"),
-    ("recommended", "plain@4"),
-    ("recommended_leak_free", "plain@4"),
-    ("recommended+gsnr", "plain@4"),
-    ("keys_values", "plain@4"),
-)
 
 
 def code(arm: Arm) -> str:
@@ -107,80 +82,6 @@ def line(read: Read, arm: Arm) -> dict[str, str]:
 def over(read: Read, arm: Arm, base: Arm) -> dict[str, str]:
     """{heading: cell} of one arm over another, paired over the targets and seeds that both have."""
     return dict(zip(OVER, difference(single(read), base, arm), strict=True))
-
-
-def with_every_element(rows: list[dict], arm: Arm) -> float:
-    """Upper bound of the share of images at the budget that pass as a whole and in every element.
-
-    A row has rates, not images: an image that passes everything counts in each rate, so the least
-    of them bounds it.
-    """
-    of_target = []
-    for seeds in runs_of(rows, *arm).values():
-        last = [max(run, key=lambda row: row["step"]) for run in seeds.values()]
-        of_target.append(np.mean([min(row["rate"], *row["elements"]) for row in last]))
-    return float(np.mean(of_target))
-
-
-def fall_back(rows: list[dict], arm: Arm, level: float = 0.5) -> tuple[int, int]:
-    """Runs whose rate reaches `level` at some step, and how many fall below it later."""
-    reached = again = 0
-    for seeds in runs_of(rows, *arm).values():
-        for run in seeds.values():
-            on = [row["rate"] >= level for row in sorted(run, key=lambda row: row["step"]) if row["step"] > 0]
-            reached += any(on)
-            again += any(on) and not all(on[on.index(True) :])
-    return reached, again
-
-
-def result_table(read: Read) -> str:
-    """The arms that say most, and the runs with eight targets at once."""
-    head = (
-        "arm",
-        "runs",
-        "CIR 50 %",
-        "CIR",
-        "plain's CIR",
-        "elements",
-        "drift",
-        "speed-up",
-        "in seconds",
-    )
-    measures = ("runs", "CIR 50 %", "CIR", "plain's CIR there", "elements", "drift, equal CIR")
-    keys = (*measures, "speed-up to CIR 50 %", "the same in seconds")
-    chosen = [(code(arm), line(read, arm)) for arm in map(read_arm, RESULT_ARMS)]
-    for (arm, _), cells in lines(read).items():
-        name, _, together = arm.partition(", ")
-        if together:
-            number = int(together.split()[0])
-            runs = str(int(cells["runs"]) // number)  # a run has all its targets
-            chosen.append((f"`{name}`, {number} targets at once", {**cells, "runs": runs}))
-    return grid(head, [(label, *(cells[key] for key in keys)) for label, cells in chosen])
-
-
-def strict_table(read: Read) -> str:
-    """What a stricter endpoint leaves: every element too, and no return below half."""
-    head = ("arm", "runs", "whole", "whole and every element, at most", "reached 50 %", "fall back")
-    rows = []
-    for arm in map(read_arm, RESULT_ARMS):
-        cells = line(read, arm)
-        bound = with_every_element(single(read), arm)
-        reached, again = fall_back(single(read), arm)
-        rows.append((code(arm), cells["runs"], cells["CIR"], f"{bound:.2f}", str(reached), str(again)))
-    return grid(head, rows)
-
-
-def seed_table(read: Read) -> str:
-    """Median speed-up over plain of each seed by itself."""
-    seeds = sorted({row["seed"] for row in single(read)})
-    table = []
-    for arm in map(read_arm, SEED_ARMS):
-        medians = []
-        for seed in seeds:
-            rows = [row for row in single(read) if row["seed"] == seed]
-            medians.append(f"{speedup(*compared(pairs(rows, PLAIN, arm)))[0]:.2f}")
-        table.append((code(arm), *medians))
-    return grid(("arm", *(f"seed {seed}" for seed in seeds)), table)
 
 
 def counted(cells: dict[str, str]) -> list[str]:
@@ -240,11 +141,7 @@ def coverage(read: Read) -> str:
 
 
 BLOCKS: dict[str, Callable[[Read], str]] = {
-    "results": result_table,
-    "strict": strict_table,
-    "seeds": seed_table,
     "coverage": coverage,
-    "pairs": lambda read: over_arms(read, RESULT_PAIRS),
     "rates": lambda read: over_plain(read, RATE_ARMS),
     "rate-pairs": lambda read: over_arms(read, RATE_PAIRS),
     "memory": lambda read: over_plain(read, MEMORY_ARMS),

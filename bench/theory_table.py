@@ -196,7 +196,5 @@ BLOCKS: dict[str, Callable[[Read], str]] = {
     "theory": lambda read: table(read("theory.jsonl")) + "\n",
     "theory-briefly": lambda read: briefly(read("theory.jsonl")) + "\n",
     "theory-claims": lambda read: claims(read("theory.jsonl")) + "\n",
-    "theory-network": lambda read: compared(read("theory.jsonl"), read("kept.jsonl")) + "\n",
-    "theory-known": lambda read: compared(read("theory.jsonl"), read("kept.jsonl"), KNOWN) + "\n",
     "theory-network-briefly": lambda read: compared_briefly(read("theory.jsonl"), read("kept.jsonl")) + "\n",
 }

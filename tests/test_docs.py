@@ -22,7 +22,7 @@ import gradient_control
 import memory_reinforce
 import train_silentbad
 import validation
-from bench import documents, recovery_blocks
+from bench import documents
 from silentbad.measure import embedders
 from silentbad.prepare import __main__ as prepare
 from silentbad.settings import startup
@@ -288,31 +288,30 @@ def test_every_block_is_used():
 
 
 def stored_rows(folder: Path, rate: float):
-    """A reader of one run a seed of plain and original, whose last rate is given."""
-    key = {"factor": 8.0, "targets": "1000", "target": "1000", "steps": 20, "mean": 0.5, "device": "cpu"}
-    rows = [
-        {**key, "arm": arm, "seed": 0, "step": step, "rate": r, "elements": [r, 0.5], "drift": r, "seconds": step}
-        for arm in ("plain", "original")
-        for step, r in ((0, 0.0), (10, 0.75), (20, rate))
-    ]
-    (folder / "recovery.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recovery.jsonl").write_text(json.dumps({"rate": rate}) + "\n")
     return documents.reader(folder)
+
+
+@pytest.fixture
+def a_block(monkeypatch):
+    """A block "rates" of one cell, the last row's rate."""
+    table = "| rate |\n|---|\n| {:.2f} |\n"
+    monkeypatch.setitem(documents.BLOCKS, "rates", lambda read: table.format(read("recovery.jsonl")[-1]["rate"]))
 
 
 ENGLISH = Path("x.md")
 CHINESE = Path("x.zh-CN.md")
 
 
-def test_a_stale_block_is_seen_and_filled(tmp_path, monkeypatch):
-    monkeypatch.setattr(recovery_blocks, "RESULT_ARMS", ("plain",))
-    text = "before\n<!-- generated: strict -->\n<!-- /generated -->\nafter 1.25\n"
+def test_a_stale_block_is_seen_and_filled(tmp_path, a_block):
+    text = "before\n<!-- generated: rates -->\n<!-- /generated -->\nafter 1.25\n"
     text, stale = documents.filled(text, ENGLISH, stored_rows(tmp_path, 0.75))
-    assert stale == ["strict"] and "| `plain` (A) | 1 | 0.75 | 0.50 | 1 | 0 |" in text
+    assert stale == ["rates"] and "| 0.75 |" in text
     assert text.startswith("before\n") and text.endswith("\nafter 1.25\n")
     again, stale = documents.filled(text, ENGLISH, stored_rows(tmp_path, 0.75))
     assert again == text and not stale
     text, stale = documents.filled(text, ENGLISH, stored_rows(tmp_path, 0.25))
-    assert stale == ["strict"] and "| `plain` (A) | 1 | 0.25 | 0.25 | 1 | 1 |" in text
+    assert stale == ["rates"] and "| 0.25 |" in text and "0.75" not in text
 
 
 def test_a_block_of_a_chinese_page_has_chinese_words(monkeypatch):
@@ -330,8 +329,8 @@ def test_a_block_of_a_chinese_page_has_chinese_words(monkeypatch):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("\n<!-- generated: strict -->\n", "1 lines open a generated block and 0 close one"),
-        ("\n<!-- generated: strickt -->\n<!-- /generated -->\n", "no block 'strickt'; there are: arms"),
+        ("\n<!-- generated: rates -->\n", "1 lines open a generated block and 0 close one"),
+        ("\n<!-- generated: ratess -->\n<!-- /generated -->\n", "no block 'ratess'; there are: arms"),
     ],
 )
 def test_a_wrong_marker_is_one_line(text, message, tmp_path):
@@ -339,17 +338,16 @@ def test_a_wrong_marker_is_one_line(text, message, tmp_path):
         documents.filled(text, ENGLISH, documents.reader(tmp_path))
 
 
-def test_check_names_stale_blocks_and_writes_nothing(tmp_path, monkeypatch, capsys):
+def test_check_names_stale_blocks_and_writes_nothing(tmp_path, monkeypatch, capsys, a_block):
     file = tmp_path / "a.md"
-    file.write_text("\n<!-- generated: strict -->\n<!-- /generated -->\n")
+    file.write_text("\n<!-- generated: rates -->\n<!-- /generated -->\n")
     monkeypatch.setattr(documents, "ROOT", tmp_path)
     monkeypatch.setattr(documents, "documents", lambda: [file])
-    monkeypatch.setattr(recovery_blocks, "RESULT_ARMS", ("plain",))
     read = stored_rows(tmp_path, 0.75)
     monkeypatch.setattr(documents, "reader", lambda: read)
     before = file.read_text()
     assert documents.main(["--check"]) == 1 and file.read_text() == before
-    assert "a.md: strict: stale" in capsys.readouterr().out
+    assert "a.md: rates: stale" in capsys.readouterr().out
     assert documents.main([]) == 0 and "0.75" in file.read_text()
     assert documents.main(["--check"]) == 0
 
