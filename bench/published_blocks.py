@@ -38,7 +38,6 @@ FILES = {LAYERS: "layers.jsonl"}  # of a block whose rows are in another file
 SOONER = "times sooner than `plain`"
 ELSEWHERE = ("arm", "steps", "recovered", "strict rate", "elements", "drift", "s/step")  # in another world
 OUTCOME = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
-SHORT = ("arm", "steps", "recovered", "strict rate", "median step", SOONER)
 
 
 def frozen(read: Read, block: int = MAIN) -> list[dict]:
@@ -60,16 +59,6 @@ def arms_of(read: Read, block: int = MAIN) -> dict[str, dict[str, str]]:
 def results(read: Read, block: int = MAIN) -> str:
     """Every column of a block's arms."""
     return grid(HEAD, [list(line.values()) for line in arms_of(read, block).values()])
-
-
-def short(read: Read, arms: Sequence[tuple[int, str]], columns: Sequence[str] = SHORT) -> str:
-    """The columns that users read, of each (block, arm); an arm without runs is left out."""
-    lines = []
-    for block, arm in arms:
-        cells = arms_of(read, block).get(said(arm))
-        if cells:
-            lines.append([cells[column] for column in columns])
-    return grid(columns, lines)
 
 
 def under(columns: Sequence[str], line: list[str]) -> list[str]:
@@ -236,19 +225,7 @@ def withheld(read: Read) -> str:
     return grid(("elements shown", "targets", "strict rate", "whole", "first element", "others"), lines)
 
 
-ARMS = (
-    (MAIN, "recommended"),
-    (MAIN, "recommended on placebo data"),
-    (LONG, "recommended_long"),
-    (LONG, "recommended_long on placebo data"),
-    (MAIN, "recommended_adamw"),
-    (MAIN, "recommended_leak_free_adamw"),
-    (MAIN, "clean_weight_warm"),
-    (MAIN, "replay"),
-    (MAIN, "plain"),
-)
 BLOCKS: dict[str, Callable[[Read], str]] = {
-    "arms": partial(short, arms=ARMS),
     "published-results": results,
     "published-results-few": partial(results, block=FEW_NULLS),
     "published-results-first": partial(results, block=FIRST_TARGETS[0]),
