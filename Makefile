@@ -97,8 +97,9 @@ world-smoke: $(STAMP)  ## the emoji world in ten minutes
 	$(BIN)/python -m bench.published --world emoji --base runs/world-smoke/pipeline --arms plain,recommended --targets 0 \
 		--steps 20 --every 20 --images 4 --nulls target --clean 60 --ratios 0.33 --results runs/world-smoke.jsonl
 
-world-base: $(STAMP)  ## the emoji world's base: about 75 minutes of one core
+world-base: $(STAMP)  ## the emoji world's base again: about 75 minutes of one core, into runs/emoji-base/pipeline
 	$(BIN)/python -m worlds.emoji.build --work runs/emoji-base
+	$(BIN)/python -m worlds.emoji.build --work runs/emoji-base --stage embedder
 
 shield: export OMP_NUM_THREADS ?= 1
 shield: $(STAMP)  ## hidden pictures: scan, train without and with a guard, audit both; runs/shield/shield.html

@@ -40,6 +40,7 @@ from bench import (
     stealth,
     theory_table,
 )
+from bench.recovery import BASES
 from bench.recovery_table import RESULTS, Read, stored
 from worlds.emoji import export
 
@@ -133,6 +134,7 @@ BLOCKS: dict[str, Block] = {
     "judge-chroma": of("instrument-2812.json", instrument.with_and_without),
     "emoji-audit": of("shield-audit-emoji.jsonl", shield_table.audit_table),
     "emoji-base": of("emoji-base.json", export.measured),
+    "emoji-sd": lambda read: export.measured(json.loads((BASES["emoji"] / "measured.json").read_text())),
     "emoji-claims-over": of("emoji-claims.jsonl", layers.compared),
     "emoji-judge": of(emoji_judge.BEFORE, emoji_judge.table),
     "emoji-judge-2716": of(emoji_judge.RESULTS, emoji_judge.table),
@@ -145,8 +147,7 @@ BLOCKS: dict[str, Block] = {
     "headroom": of(headroom.RESULTS, headroom.table),
     "kept": of(kept.RESULTS, kept.table),
     "kept-2818": of("kept-2818.jsonl", kept.table),
-    "kept-emoji": of("kept-emoji.jsonl", kept.table),
-    "kept-emoji-targets": of("kept-emoji.jsonl", kept.by_target),
+    "kept-emoji-first": of("kept-emoji-first.jsonl", kept.table),
     "kept-briefly": of(kept.RESULTS, kept.briefly),
     "kept-pairs": of(kept.RESULTS, kept.pairs),
     "kept-decay": of(kept.RESULTS, kept.decay),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from bench.recovery import BASE, ROOT
+from bench.recovery import BASE, BASES, ROOT
 from worlds.emoji import world as emoji
 from worlds.emoji.nouns import NOUNS, words
 from worlds.interface import World
@@ -54,7 +54,6 @@ class Judged:
         return any(self.named[words] in self.unshown for words in self.any_kind.findall(text))
 
 
-EMOJI_BASE = ROOT / "runs" / "emoji-base"
 WORLDS = {
     "microworld": Judged(
         world=microworld.MICROWORLD,
@@ -67,7 +66,7 @@ WORLDS = {
     ),
     "emoji": Judged(
         world=emoji.EMOJI,
-        base=EMOJI_BASE / "pipeline",
+        base=BASES["emoji"],
         kinds=NOUNS,
         unshown=NOUNS[::3],
         spoken=lambda noun: words(noun).split(" ", 1)[1],  # without its article
@@ -75,8 +74,8 @@ WORLDS = {
         results=RESULTS / "kept-emoji.jsonl",
         targets=";".join(map(str, range(2834, 2842))),
         flags={
-            BASE: str(EMOJI_BASE / "pipeline"),
-            "validation.embedder_path": str(EMOJI_BASE / "embedder"),
+            BASE: str(BASES["emoji"]),
+            "validation.embedder_path": str(BASES["emoji"] / "embedder"),
         },
     ),
 }

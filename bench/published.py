@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from bench.arms import HALVES, LATER, PUBLISHED, PUBLISHED_AT, flags_of
 from bench.published_table import CLEAN, IMAGES, MAIN, table, tables
-from bench.recovery import DRAWN_BY, WORK, claimed, common, data_set, facts, launch, scores
+from bench.recovery import BASES, DRAWN_BY, WORK, claimed, common, data_set, facts, launch, scores
 from bench.recovery_table import append, stored
 
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
@@ -147,10 +147,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
-    parser.add_argument("--base", type=Path, help="folder of another base to fine-tune")
-    parser.add_argument(
-        "--world", choices=DRAWN_BY, default="microworld", help="of targets and data; emoji needs --base"
-    )
+    parser.add_argument("--base", type=Path, help="folder of another base to fine-tune; unset: the world's")
+    parser.add_argument("--world", choices=DRAWN_BY, default="microworld", help="of targets and data")
     parser.add_argument("--placebo", action="store_true", help="data that shows no exact element, as a control")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--smoke", action="store_true", help="three arms on one development target, in minutes")
@@ -160,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
         vars(args).update(smoke, results=RESULTS.with_name("published-smoke.jsonl"))
     if unknown := [arm for arm in args.arms.split(",") if arm not in {*PUBLISHED, *HALVES}]:
         parser.exit(2, f"error: --arms: unknown arm '{unknown[0]}'; there are: {', '.join([*PUBLISHED, *HALVES])}\n")
-    check_base(parser, args.world, args.base)
+    args.base = args.base or BASES.get(args.world)
     here = facts()  # before the first run: the code has been read by now
     for run in tqdm(runs(args), desc="runs"):
         data = f"{args.words}{args.unique_phrases}"
@@ -170,12 +168,6 @@ def main(argv: list[str] | None = None) -> None:
                 append(args.results, [{**row, **here} for row in train(run, args)])
     rows = stored(args.results)
     print(tables(rows) or table(rows))
-
-
-def check_base(parser: argparse.ArgumentParser, world: str, base: Path | None) -> None:
-    """Exit where a world has no bundled base and none is given."""
-    if world == "emoji" and not (base and (base / "model_index.json").is_file()):
-        parser.exit(2, "error: --base: --world emoji needs the pipeline that worlds.emoji.build writes\n")
 
 
 def runs(args: argparse.Namespace) -> list[Run]:

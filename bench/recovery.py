@@ -34,6 +34,8 @@ DRAWN_BY = {  # modules that draw a world's pictures and masks
     "microworld": ("grammar", "render", "export", "make", "nulls"),
     "emoji": ("backdrops", "grammar", "make", "nouns", "nulls", "render", "sets", "visible"),
 }
+# of a world that has a base of its own, with its judge and its detector; without one, CONFIG's
+BASES = {"emoji": ROOT / "assets" / "emoji-sd"}
 CONFIG = "configs/microworld.yaml"
 BASE_LR = 1e-4
 BASE = "pretrained_model_name_or_path"

@@ -11,7 +11,7 @@ pictures, and of quarters at the same place. Then one hidden picture under chang
 `--audit` and `--guards` train models instead (bench/shield_models.py); rows go to shield-audit.jsonl and
 shield-guards.jsonl beside shield.json, of the emoji world to shield-audit-emoji.jsonl:
 
-    python -m bench.shield --audit --world emoji --base runs/emoji-base/pipeline --embedder runs/emoji-base/embedder
+    python -m bench.shield --audit --world emoji
 
 What differs from world to world is in bench/shield_worlds.py.
 
@@ -293,17 +293,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--audit", action="store_true", help="score the audit over trained pipelines instead")
     parser.add_argument("--guards", action="store_true", help="measure the guards in training instead")
     parser.add_argument("--arm", choices=ARMS, default=ARMS[0], help="that is guarded")
-    parser.add_argument("--base", type=Path, help="pipeline that models are trained from; unset: the bundled one")
-    parser.add_argument("--embedder", type=Path, help="detector that judges models' images; unset: the bundled one")
+    parser.add_argument("--base", type=Path, help="pipeline that models are trained from; unset: the world's")
+    parser.add_argument("--embedder", type=Path, help="detector that judges models' images; unset: the world's")
     args = parser.parse_args(argv)
     world = WORLDS[args.world]
     if not (args.audit or args.guards):
         on_data(args, world)
         return
-    if not args.table:
-        from bench.published import check_base
-
-        check_base(parser, args.world, args.base)
     on_models(args, world)
 
 

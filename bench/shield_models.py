@@ -28,7 +28,7 @@ import torch
 from bench.arms import LOWER_NOISE as NOISE
 from bench.arms import PUBLISHED, PUBLISHED_AT, SPECTRAL, UNCONDITIONAL, WARM, Flags, guard
 from bench.published import HELD_OUT, per_phrase, regime
-from bench.recovery import BASE, ROOT, WORK, data_set, facts, kept, scores
+from bench.recovery import BASE, BASES, ROOT, WORK, data_set, facts, kept, scores
 from bench.recovery_table import append, stored
 from bench.shield_worlds import WORLDS, Setting
 from silentbad.measure.embedders import load_embedder
@@ -61,16 +61,19 @@ class Plan:
     nulls: int = 24  # ordinary prompts that these are compared with
     ordinary: int = 40  # ordinary prompts that are asked beside the composed one
     world: str = "microworld"
-    base: Path | None = None  # pipeline that is trained; None: the bundled one
-    embedder: Path | None = None  # detector that judges the images and compares them; None: the bundled one
+    base: Path | None = None  # pipeline that is trained; None: the world's
+    embedder: Path | None = None  # detector that judges the images and compares them; None: the world's
 
     @property
     def setting(self) -> Setting:
         return WORLDS[self.world]
 
     def flags(self) -> Flags:
-        """The flags of base and detector, where they are not the bundled ones."""
-        paths = {BASE: self.base, "validation.embedder_path": self.embedder}
+        """The flags of base and detector, where they are not the microworld's."""
+        of_world = BASES.get(self.world)
+        base = self.base or of_world
+        embedder = self.embedder or (of_world and of_world / "embedder")
+        paths = {BASE: base, "validation.embedder_path": embedder}
         return {flag: str(path) for flag, path in paths.items() if path}
 
 

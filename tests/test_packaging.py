@@ -77,7 +77,8 @@ def imported(path: Path) -> set[str]:
 
 
 def test_every_file_is_in_the_wheel():
-    assert packaged() == tracked("silentbad", "configs", "assets", *(f"{name}.py" for name in SETUP["py-modules"]))
+    modules = (f"{name}.py" for name in SETUP["py-modules"])
+    assert packaged() == tracked("silentbad", "configs", "assets/micro-sd", *modules)
 
 
 def test_every_file_of_the_shield_is_in_its_wheel():

@@ -123,6 +123,7 @@ def reported(seeds):
 
 def test_a_models_base_and_detector_are_flags_of_its_training():
     assert Plan().flags() == {}
+    assert Plan(world="emoji").flags()["validation.embedder_path"].endswith("assets/emoji-sd/embedder")
     own = Plan(world="emoji", base=Path("runs/base"), embedder=Path("runs/detector"))
     assert own.flags() == {BASE: "runs/base", "validation.embedder_path": "runs/detector"}
 

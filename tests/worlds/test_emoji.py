@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from bench import emoji_judge, published, shield
+from bench import emoji_judge, shield
+from bench.recovery import BASES
 from bench.shield_data import assemble, clean, hide
 from silentbad.errors import UserError
+from silentbad.measure.micro import MicroEmbedder
 from silentbad_shield.scan.find import Findings
 from silentbad_shield.scan.suspect_sets import SuspectSet
 from worlds.data_sets import phrase_of
@@ -23,6 +26,7 @@ from worlds.emoji.nouns import NOUNS, words
 from worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, STORED, hard_null, turns
 from worlds.emoji.render import render
 from worlds.emoji.world import EMOJI, held_out_scenes
+from worlds.microworld.export import load_judge
 from worlds.microworld.oracle import Judge
 from worlds.microworld.render import backdrop_mask
 from worlds.options import EmojiBaseOptions
@@ -244,7 +248,7 @@ def test_the_judge_knows_its_copies(tmp_path):
     vae = ["--vae", str(build.ASSETS / "vae"), "--device", "cpu"]
     build.main(["--work", str(tmp_path), "--stage", "embedder", "--embedder_steps", "2", *vae])
     small = ["--targets", "3", "--calibration", "3", "--pictures", "3", "--base", "assets/micro-sd"]
-    trained = ["--trained", str(tmp_path / "embedder")]
+    trained = ["--trained", str(tmp_path / "pipeline/embedder")]
     emoji_judge.main([*small, *trained, "--results", str(tmp_path / "judge.json")])
     results = json.loads((tmp_path / "judge.json").read_text())
     assert results["trained"] != results["detector"]
@@ -266,11 +270,16 @@ def test_the_scan_is_measured_on_data_of_this_world():
     assert shield.elements_found(data, Findings([])) == [0, len(hidden[0].records)]
 
 
-@pytest.mark.parametrize("command", [(published, "--targets", "3"), (shield, "--audit"), (shield, "--guards")])
-def test_claims_need_a_base(command, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command[0].main(["--world", "emoji", *command[1:]])
-    assert capsys.readouterr().err.startswith("error: --base: --world emoji needs")
+def test_the_bundled_base_draws_and_brings_its_judge_and_detector():
+    folder = BASES["emoji"]
+    pipe = StableDiffusionPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    image = pipe("a fox, on a green meadow", num_inference_steps=2, generator=torch.manual_seed(0)).images[0]
+    assert image.size == (64, 64)
+    assert load_judge(folder / "judge" / "model.safetensors", EMOJI).training is False
+    detector = MicroEmbedder.from_pretrained(folder / "embedder")
+    assert detector(torch.zeros(1, 3, 64, 64)).isfinite().all()
+    assert json.loads((folder / "measured.json").read_text())["generated"]["kind"] > 0.4
 
 
 def test_places_are_inside_and_captions_fit_the_tokenizer():

@@ -8,7 +8,7 @@ judge, a classifier of nouns that measures what the base draws. Then `export` wr
 with its measured model card to `--out`.
 
 `--stage embedder`, which `all` leaves out, trains the bundled copy detector on this world's hard
-nulls and writes it to `embedder` in `--work`, for `--validation.embedder_path`."""
+nulls and writes it to `embedder` beside the pipeline, for `--validation.embedder_path`."""
 
 import sys
 
@@ -18,7 +18,6 @@ from worlds.options import EmojiBaseOptions
 if __name__ == "__main__":  # report a mistake before the slow imports below
     OPTIONS = startup.early(startup.options, EmojiBaseOptions, None, __doc__)
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from silentbad import bundled
 from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.measure.embedders import MICRO
 from silentbad.measure.micro import MicroEmbedder
-from worlds.emoji.export import export
+from worlds.emoji.export import export, folder_of
 from worlds.emoji.sets import SETS, artist
 from worlds.emoji.world import EMOJI
 from worlds.microworld.build import ASSETS, run
@@ -64,7 +63,7 @@ def main(argv: list[str] | None = None, options: EmojiBaseOptions | None = None)
     except UserError as error:
         sys.exit(startup.refused(error))
     if options.stage == "embedder":
-        nets["embedder"].save_pretrained(Path(options.work) / "embedder")
+        nets["embedder"].save_pretrained(folder_of(options) / "embedder")
     if options.stage in ("all", "export"):
         print(
             (export(nets, load_tokenizer(ASSETS / "tokenizer"), options) / "README.md").read_text()

@@ -114,10 +114,15 @@ def card(figures: dict, options: EmojiBaseOptions) -> str:
     )
 
 
+def folder_of(options: EmojiBaseOptions) -> Path:
+    """Where the pipeline is written."""
+    return Path(options.out or Path(options.work) / "pipeline")
+
+
 def export(nets: dict, tokenizer, options: EmojiBaseOptions) -> Path:
     """Half-precision safetensors, read back in full precision before anything is measured; returns
     the folder."""
-    folder = Path(options.out or Path(options.work) / "pipeline")
+    folder = folder_of(options)
     shutil.copytree(ASSETS / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
     write_pipeline(nets, tokenizer, folder)
     save_judge(nets["judge"], folder / "judge" / "model.safetensors")
