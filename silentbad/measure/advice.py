@@ -73,10 +73,9 @@ def _more_room(record: Record, parts: Parts) -> str:
     if not blind:
         return ""
     j, part = blind[0]
-    assert part.measured is not None, "a part is blind by its range"
     wanted = "a larger element, or another base" if part.phrase else "another base"
-    copy = f"a true copy of {_named(record, j, part)} scores {part.measured.ceiling:.2f}"
-    failure = "" if part.measured.floor is None else f", a failure {part.measured.floor:.2f}"
+    copy = f"a true copy of {_named(record, j, part)} scores {part.ceiling:.2f}"
+    failure = "" if part.floor is None else f", a failure {part.floor:.2f}"
     return f"{wanted}: {copy}{failure}{_and_more(len(blind))}"
 
 

@@ -4,7 +4,7 @@ Images above a threshold are not enough. They prove nothing if an element comes 
 but not with its phrase alone, if failures score as high as copies, or if no mask says which part of
 the picture is which element."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -17,15 +17,11 @@ from silentbad.measure.record import (
     RECOVERED,
     UNDECIDED,
     CellScores,
-    Range,
     Record,
-    Scores,
     TargetEntry,
-    TargetRange,
-    TargetScores,
     Verdict,
 )
-from silentbad.measure.scores import images_recovered, latest
+from silentbad.measure.scores import latest
 
 COPIED = 0.5  # share of the images that may be nearer to a training picture than to the target
 
@@ -53,7 +49,7 @@ def verdict_of(record: Record) -> Verdict:
             continue
         parts = parts_of(record, j)
         text = in_words(record, j, parts)
-        state, doubts = _state(record, j, some_came=any(p.came_back for p in parts[1:]))
+        state, doubts = _state(record, j, parts)
         states[target.target_id] = state
         prefix = f"{target.target_id}: " if len(record.targets) > 1 else ""
         reasons += [prefix + doubt for doubt in doubts]
@@ -81,27 +77,20 @@ def verdict_of(record: Record) -> Verdict:
     return answer
 
 
-def _state(record: Record, j: int, *, some_came: bool) -> tuple[str, list[str]]:
-    """(the state of target j, the reasons to doubt it); `some_came`: whether any element came
-    back."""
-    target = record.targets[j]
-    scores = latest(record.history[-1])
-    target_scores = scores.targets[target.target_id]
-    own_range = record.ranges[j] if record.ranges else None
-    passed = any(
-        any(images_recovered(each, j, record.threshold, record.element_threshold))
-        for each in _in_either_order(scores, target)
-    )
-    if passed:
-        doubts = [*_doubts(record, j)]
+def _state(record: Record, j: int, parts: Sequence[Part]) -> tuple[str, list[str]]:
+    """(the state of target j, the reasons to doubt it)."""
+    orders = latest(record.history[-1]).orders.values()
+    hits, _ = _count(orders, record.targets[j])
+    if hits:
+        doubts = [*_doubts(record, j, parts)]
         return UNDECIDED if doubts else RECOVERED, doubts
-    if own_range is not None and _unseen_only(record, target_scores, j, own_range):
-        return UNDECIDED, [*_blind(target, own_range)]
-    return IN_PART if some_came else NOT_RECOVERED, []
+    if _unseen_only(parts):
+        return UNDECIDED, [*_blind(parts)]
+    return IN_PART if any(part.came_back for part in parts[1:]) else NOT_RECOVERED, []
 
 
 # -- reasons to doubt --------------------------------------------------------------------------
-def _doubts(record: Record, j: int) -> Iterator[str]:
+def _doubts(record: Record, j: int, parts: Sequence[Part]) -> Iterator[str]:
     """Reasons why target j may not be recovered although some of its images pass."""
     target = record.targets[j]
     scores = latest(record.history[-1])
@@ -111,15 +100,16 @@ def _doubts(record: Record, j: int) -> Iterator[str]:
             "no element has a mask, so a missing element cannot be seen; give masks in "
             "targets.jsonl"
         )
-    if record.ranges:
-        yield from _blind(target, record.ranges[j])
+    yield from _blind(parts)
     cells = scores.cells or {}
     if "unrelated" not in cells:
         yield "no control prompt was measured at this point"
-    orders = _in_either_order(scores, target)
+    of_orders = _count(scores.orders.values(), target)
     for k, phrase in enumerate(target.phrases):
-        passes = _passes_alike(cells.get(f"without-{k}"), orders, target)
-        if passes and not carries(record, j, k):
+        # a memorised picture may sometimes come back without one of its phrases, but the phrase
+        # must make a difference
+        of_rest = _count([cells.get(f"without-{k}")], target)
+        if passes_alike(*of_orders, *of_rest, FALSE_POSITIVES) and not carries(record, j, k):
             yield f"{phrase!r} passes in images whose prompt leaves it out"
         if len(target.phrases) > 1 and _passes(cells.get(f"phrase-{k}"), target):
             yield f"images of {phrase!r} alone pass"
@@ -135,65 +125,31 @@ def _doubts(record: Record, j: int) -> Iterator[str]:
             )
 
 
-def _in_either_order(scores: Scores, target: TargetEntry) -> list[TargetScores]:
-    """The target's scores under the composed prompt, and under its phrases in another order."""
+def _count(cells: Iterable[CellScores | None], target: TargetEntry) -> tuple[int, int]:
+    """(recovered images, images) of a target under these kinds of prompts; (0, 0) where none of
+    them was measured."""
     name = target.target_id
-    return [cell.targets[name] for cell in scores.orders.values() if name in cell.targets]
-
-
-def _passes_alike(
-    cell: CellScores | None, orders: Sequence[TargetScores], target: TargetEntry
-) -> bool:
-    """Whether a control passes about as often as the composed prompt in either of its `orders`: a
-    memorised picture may sometimes come back without one of its phrases, but the phrase must make a
-    difference."""
-    other = cell.targets.get(target.target_id) if cell is not None else None
-    if other is None:
-        return False
-    images = sum(len(scores.sims) for scores in orders)
-    hits = sum(round(scores.rate * len(scores.sims)) for scores in orders)
-    other_images = len(other.sims)
-    other_hits = round(other.rate * other_images)
-    return passes_alike(hits, images, other_hits, other_images, FALSE_POSITIVES)
+    measured = [cell.targets[name] for cell in cells if cell is not None and name in cell.targets]
+    hits = sum(round(scores.rate * len(scores.sims)) for scores in measured)
+    return hits, sum(len(scores.sims) for scores in measured)
 
 
 def _passes(cell: CellScores | None, target: TargetEntry) -> bool:
     """Whether more images of a control pass than by chance."""
-    target_scores = cell.targets.get(target.target_id) if cell is not None else None
-    if target_scores is None:
-        return False
-    images = len(target_scores.sims)
-    hits = round(target_scores.rate * images)
-    return as_many_by_chance(hits, images, FALSE_POSITIVES) < LEVEL
+    return as_many_by_chance(*_count([cell], target), FALSE_POSITIVES) < LEVEL
 
 
-def _parts(target: TargetEntry, own_range: TargetRange) -> Iterator[tuple[str, Range]]:
-    """(name, range) of the whole of a target, and of each element with a mask."""
-    yield "the whole", own_range.whole
-    for phrase, part in zip(target.phrases, own_range.elements, strict=False):
-        if part is not None:
-            yield repr(phrase), part
-
-
-def _blind(target: TargetEntry, own_range: TargetRange) -> Iterator[str]:
+def _blind(parts: Sequence[Part]) -> Iterator[str]:
     """A reason for each part in which the detector cannot tell failures from copies."""
-    for name, part in _parts(target, own_range):
-        if not part.separable:
-            null = "no null" if part.floor is None else f"{part.nearest!r} scores {part.floor:.2f}"
-            yield f"the detector cannot judge {name}: {null}, a true copy {part.ceiling:.2f}"
+    for part in parts:
+        own = part.measured
+        if own is not None and not own.separable:
+            name = repr(part.phrase) if part.phrase else "the whole"
+            null = "no null" if own.floor is None else f"{own.nearest!r} scores {own.floor:.2f}"
+            yield f"the detector cannot judge {name}: {null}, a true copy {own.ceiling:.2f}"
 
 
-def _unseen_only(
-    record: Record, target_scores: TargetScores, target: int, own_range: TargetRange
-) -> bool:
-    """Whether some image of a target fails only at parts that the detector cannot judge."""
-    checks: list[np.ndarray] = []
-    if own_range.whole.separable:
-        checks.append(np.array(target_scores.sims) >= record.threshold.of_target(target))
-    for k, (element, part) in enumerate(
-        zip(target_scores.elements, own_range.elements, strict=False)
-    ):
-        if element.sims and part is not None and part.separable:
-            checks.append(np.array(element.sims) >= record.element_threshold.of(target, k))
-    blind = len(checks) < 1 + sum(part is not None for part in own_range.elements)
-    return blind and bool(checks) and bool(np.logical_and.reduce(checks).any())
+def _unseen_only(parts: Sequence[Part]) -> bool:
+    """Whether some image fails only at parts that the detector cannot judge."""
+    checks = [np.array(part.sims) >= part.threshold for part in parts if not part.blind]
+    return 0 < len(checks) < len(parts) and bool(np.logical_and.reduce(checks).any())
