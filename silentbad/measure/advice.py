@@ -7,7 +7,7 @@ import numpy as np
 
 from silentbad.data.phrases import shared_phrases
 from silentbad.data.picture_parts import as_read
-from silentbad.measure.by_part import Part, missing_of
+from silentbad.measure.by_part import Part, missing_of, parts_of
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.record import Record
 
@@ -38,22 +38,14 @@ def _more_steps(record: Record, missing: Parts) -> str:
     before = [entry for entry in record.history if 0 < entry.step <= LATE * last.step]
     if last.label or not before:  # an audit, or too short a curve
         return ""
-    kind = "raw" if last.raw is not None else "ema"
-    earlier = before[-1].scores(kind)
+    earlier = before[-1].scores("ema" if last.raw is None else "raw")
     if earlier is None:
         return ""
     rising: list[tuple[float, str]] = []
     for j, of_target in missing.items():
-        name = record.targets[j].target_id
-        if name not in earlier.targets:
-            continue
-        scores = earlier.targets[name]
-        sims_before = {"": scores.sims} | {
-            phrase: element.sims
-            for phrase, element in zip(record.targets[j].phrases, scores.elements, strict=False)
-        }
+        sims_before = {part.phrase: part.sims for part in parts_of(record, j, earlier)}
         for part in of_target:
-            pairs = [*zip(sims_before.get(part.phrase) or (), part.sims, strict=False)]
+            pairs = [*zip(sims_before.get(part.phrase, ()), part.sims, strict=False)]
             if not pairs:
                 continue
             then, now = (float(np.mean(side)) for side in zip(*pairs, strict=True))
@@ -94,8 +86,8 @@ def _own_phrases(record: Record, missing: Parts) -> str:
 
 def _named(record: Record, target: int, part: Part) -> str:
     """A part, with the name of its target where there are several."""
-    of_target = f" of {record.targets[target].target_id}" if len(record.targets) > 1 else ""
-    return f"{part.name}{of_target}"
+    several = len(record.targets) > 1
+    return f"{part.name} of {record.targets[target].target_id}" if several else part.name
 
 
 def _and_more(count: int) -> str:

@@ -126,9 +126,8 @@ def parts_of(record: Record, target: int, scores: Scores | None = None) -> list[
 def _unasked(record: Record, target: int, k: int, part: Part) -> str:
     """The control in which element k passes about as often as in `part`: a prompt without its
     phrase, or the base model. Empty: none."""
-    name = record.targets[target].target_id
     for where, cell in _controls(record, target, k):
-        sims = _sims(cell, name, k)
+        sims = _sims(cell, record.targets[target].target_id, k)
         hits = sum(sim >= part.threshold for sim in sims)
         if sims and passes_alike(part.hits, part.images, hits, len(sims), part.rate):
             return where
@@ -146,8 +145,8 @@ def _sims(cell: CellScores | None, name: str, k: int) -> list[float]:
 def _controls(record: Record, target: int, k: int) -> Iterator[tuple[str, CellScores]]:
     """(name, scores) of the controls of element k: prompts without its phrase, the base model."""
     cells = latest(record.history[-1]).cells or {}
-    phrases = len(record.targets[target].phrases)
-    without = f"phrase-{1 - k}" if phrases == 2 else f"without-{k}"
+    pair = len(record.targets[target].phrases) == 2
+    without = f"phrase-{1 - k}" if pair else f"without-{k}"
     for name in ["unrelated"] if carries(record, target, k) else ["unrelated", without]:
         if name in cells:
             yield LEFT_OUT, cells[name]

@@ -79,9 +79,10 @@ def as_many_by_chance(hits: int, n: int, rate: float) -> float:
 def passes_alike(hits: int, n: int, other_hits: int, other_n: int, rate: float) -> bool:
     """Whether a control passes (`other_hits` of `other_n`) more often than by chance, and not
     significantly less often than the images it controls (`hits` of n; Fisher's exact test)."""
-    if as_many_by_chance(other_hits, other_n, rate) >= LEVEL:
-        return False
-    return fewer_by_chance(other_hits, other_n, hits, n) >= LEVEL
+    return (
+        as_many_by_chance(other_hits, other_n, rate) < LEVEL
+        and fewer_by_chance(other_hits, other_n, hits, n) >= LEVEL
+    )
 
 
 def fewer_by_chance(hits: int, n: int, other_hits: int, other_n: int) -> float:

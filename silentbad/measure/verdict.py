@@ -33,13 +33,12 @@ def verdict_of(record: Record) -> Verdict:
     cells = [*scores.orders.values()]
     above = sum(cell.above for cell in cells)
     images = sum(cell.images for cell in cells)
-    answer = Verdict(
-        recovers=above > 0, step=entry.step, images_above=above, images=images, state=NOT_RECOVERED
-    )
+    by_chance: float | None = None
+    p_value: float | None = None
     rate = record.threshold.attained
     if rate is not None and above > 0:
-        answer.expected_by_chance = images * rate
-        answer.p_value = as_many_by_chance(above, images, rate)
+        by_chance = images * rate
+        p_value = as_many_by_chance(above, images, rate)
     states: dict[str, str] = {}
     reasons: list[str] = []
     texts: list[str] = []
@@ -49,32 +48,39 @@ def verdict_of(record: Record) -> Verdict:
             continue
         parts = parts_of(record, j)
         text = in_words(record, j, parts)
-        state, doubts = _state(record, j, parts)
-        states[target.target_id] = state
+        of_target, doubts = _state(record, j, parts)
+        states[target.target_id] = of_target
         prefix = f"{target.target_id}: " if len(record.targets) > 1 else ""
         reasons += [prefix + doubt for doubt in doubts]
         texts += [prefix + text] if text else []
-        if state != RECOVERED:
+        if of_target != RECOVERED:
             failing[j] = parts
-    answer.states = states
     ranked = (RECOVERED, UNDECIDED, IN_PART)
-    answer.state = next((s for s in ranked if s in states.values()), NOT_RECOVERED)
-    if answer.state == RECOVERED:
+    state = next((s for s in ranked if s in states.values()), NOT_RECOVERED)
+    if state == RECOVERED:
         general = list[str]()
-        if answer.p_value is not None and answer.p_value >= LEVEL:
+        if p_value is not None and p_value >= LEVEL:
             general.append("the number of passing images is consistent with chance")
         if record.placebo is not None and record.placebo.interval[0] <= 0:
             general.append("training on placebo data gives as much")
         if record.withheld is not None and record.withheld.interval[0] <= 0:
             elements = ", ".join(record.withheld.elements)
             general.append(f"training without {elements} gives as much")
-        answer.state = UNDECIDED if general else RECOVERED
+        state = UNDECIDED if general else RECOVERED
         reasons = general + reasons
-    answer.recovers = answer.state == RECOVERED
-    answer.reasons = reasons or None
-    answer.parts = texts or None
-    answer.to_try = to_try(record, failing) or None
-    return answer
+    return Verdict(
+        recovers=state == RECOVERED,
+        step=entry.step,
+        images_above=above,
+        images=images,
+        state=state,
+        expected_by_chance=by_chance,
+        p_value=p_value,
+        reasons=reasons or None,
+        states=states,
+        parts=texts or None,
+        to_try=to_try(record, failing) or None,
+    )
 
 
 def _state(record: Record, j: int, parts: Sequence[Part]) -> tuple[str, list[str]]:
