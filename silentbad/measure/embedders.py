@@ -27,6 +27,7 @@ from silentbad.errors import UserError, user_errors
 from silentbad.files import names_folder
 from silentbad.measure.micro import MicroEmbedder, alignments
 from silentbad.measure.structure import (
+    box_of,
     colours,
     detail,
     inner,
@@ -60,16 +61,13 @@ def region(images: Tensor, mask: Tensor) -> Tensor:
     m = resize(mask[None], (H, W))[0]
     if not (m > 0.5).any():
         return images
-    ys = (m[0] > 0.5).any(1).nonzero()[:, 0]
-    xs = (m[0] > 0.5).any(0).nonzero()[:, 0]
+    rows, columns = box_of(m)
     pad_y = max(1, round(MARGIN * H))
     pad_x = max(1, round(MARGIN * W))
-    y0 = max(0, int(ys[0]) - pad_y)
-    y1 = min(H, int(ys[-1]) + 1 + pad_y)
-    x0 = max(0, int(xs[0]) - pad_x)
-    x1 = min(W, int(xs[-1]) + 1 + pad_x)
+    ys = slice(max(0, rows.start - pad_y), rows.stop + pad_y)
+    xs = slice(max(0, columns.start - pad_x), columns.stop + pad_x)
     m = m.to(images)
-    return (images * m + 0.5 * (1 - m))[..., y0:y1, x0:x1]
+    return (images * m + 0.5 * (1 - m))[..., ys, xs]
 
 
 # -- embedders -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from silentbad.data.images import resize, to_tensor
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from silentbad.measure.micro import alignments
-from silentbad.measure.structure import CONTRAST, blur, detail
+from silentbad.measure.structure import CONTRAST, Box, blur, box_of, detail
 from silentbad.rng import generator
 
 SEEN = 0.06  # root mean square difference in a region, of [0,1], below which it is the same picture
@@ -34,9 +34,6 @@ GREY = (0.299, 0.587, 0.114)  # of red, green and blue
 FILLS = 4  # training pictures that fill each element's region
 # axes that are flipped
 TURNS = {"mirrored": (2,), "upside down": (1,), "turned by 180 degrees": (1, 2)}
-
-
-Box = tuple[slice, slice]
 
 
 class Null(NamedTuple):
@@ -223,13 +220,6 @@ def surroundings(picture: Tensor, share: Tensor) -> Tensor:
         near = blur(filled, width) / weight.clamp_min(1e-6)
         result = torch.where(weight > 0.05, near, result)
     return result[0]
-
-
-def box_of(share: Tensor) -> Box:
-    """The smallest box around a region (1,S,S)."""
-    rows = (share[0] > 0.5).any(1).nonzero()[:, 0]
-    columns = (share[0] > 0.5).any(0).nonzero()[:, 0]
-    return slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1)
 
 
 def crop(x: Tensor, box: Box) -> Tensor:

@@ -21,10 +21,12 @@ from silentbad.errors import UserError, user_errors
 from silentbad.measure.embedders import CLIP, Embedder, ssim
 from silentbad.measure.failures import shifted
 from silentbad.measure.limit import FOLDER as FOLDER
+from silentbad.measure.structure import box_of
 from silentbad.measure.limit import Limit as Limit
 from silentbad.measure.limit import kept_by as kept_by
 from silentbad.measure.limit import kept_share as kept_share
 from silentbad.measure.record import Kept, Words
+from silentbad.measure.structure import box_of
 from silentbad.settings import user_code
 from silentbad.settings.validation import ValidationConfig
 
@@ -123,15 +125,13 @@ def best_offsets(images: Tensor, element: Tensor, mask: Tensor) -> Tensor:
     """Images (N,3,S,S) -> (N,2): the offset (down, right) in whole pixels from the element's own
     place to the place where the image fits the element best. The best fit has the least masked
     squared difference, among the places at which most of the mask lies inside the frame."""
-    inside = (mask[0] > 0.5).nonzero()
-    if not len(inside):
+    if not (mask > 0.5).any():
         return torch.zeros(len(images), 2, dtype=torch.long)
-    top, left = inside.amin(0).tolist()
-    bottom, right = (inside.amax(0) + 1).tolist()
-    weight = mask[None, :, top:bottom, left:right]  # (1,1,h,w)
-    part = element[None, :, top:bottom, left:right]
-    margin_y = (bottom - top) // 4
-    margin_x = (right - left) // 4
+    rows, columns = box_of(mask)
+    weight = mask[None, :, rows, columns]  # (1,1,h,w)
+    part = element[None, :, rows, columns]
+    margin_y = (rows.stop - rows.start) // 4
+    margin_x = (columns.stop - columns.start) // 4
 
     # sum m (I - E)^2 = sum m I^2 - 2 sum m E I + sum m E^2, over the frame
     margins = (margin_x, margin_x, margin_y, margin_y)
@@ -145,9 +145,9 @@ def best_offsets(images: Tensor, element: Tensor, mask: Tensor) -> Tensor:
     error = error.masked_fill(covered < COVERED * weight.sum(), torch.inf)
 
     place = error.flatten(1).argmin(1)
-    rows = place // error.shape[-1] - margin_y - top
-    columns = place % error.shape[-1] - margin_x - left
-    return torch.stack([rows, columns], dim=1)
+    down = place // error.shape[-1] - margin_y - rows.start
+    right = place % error.shape[-1] - margin_x - columns.start
+    return torch.stack([down, right], dim=1)
 
 
 def similarities_anywhere(

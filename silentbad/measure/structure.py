@@ -25,6 +25,9 @@ FAINT = CONTRAST**2  # SSIM's C2
 STEEP = 8  # exponent for a difference of chroma: the small differences of copies cost nothing
 
 
+Box = tuple[slice, slice]  # rows, columns
+
+
 # -- what is judged ----------------------------------------------------------------------------
 def inner(mask: Tensor) -> Tensor:
     """A mask (1,S,S) as 0 and 1 without its rim; a small region keeps half of its pixels, and so
@@ -51,6 +54,13 @@ def whole_of(masks: Sequence[Tensor | None], inners: Sequence[Tensor | None]) ->
 def widened(x: Tensor, pixels: int) -> Tensor:
     """The highest of x (1,S,S) within so many pixels; nothing is outside the picture."""
     return F.max_pool2d(x[None], 2 * pixels + 1, 1, pixels)[0]
+
+
+def box_of(mask: Tensor) -> Box:
+    """The smallest box around the region of a mask (1,H,W)."""
+    rows = (mask[0] > 0.5).any(1).nonzero()[:, 0]
+    columns = (mask[0] > 0.5).any(0).nonzero()[:, 0]
+    return slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1)
 
 
 def rim_of(side: int) -> int:
