@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from silentbad.errors import UserError
-from silentbad.measure.kept import Limit
+from silentbad.measure.limit import Limit
 from silentbad.measure.record import Record
 from silentbad.settings.validation import ValidationConfig
 from tests.recoveries import make_hook, shifted, some_targets

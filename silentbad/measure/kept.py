@@ -20,11 +20,6 @@ from silentbad.data.targets import Target
 from silentbad.errors import UserError, user_errors
 from silentbad.measure.embedders import CLIP, Embedder, ssim
 from silentbad.measure.failures import shifted
-from silentbad.measure.limit import FOLDER as FOLDER
-from silentbad.measure.structure import box_of
-from silentbad.measure.limit import Limit as Limit
-from silentbad.measure.limit import kept_by as kept_by
-from silentbad.measure.limit import kept_share as kept_share
 from silentbad.measure.record import Kept, Words
 from silentbad.measure.structure import box_of
 from silentbad.settings import user_code

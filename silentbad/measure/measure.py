@@ -20,6 +20,7 @@ from silentbad.measure import kept
 from silentbad.measure.embedders import CLIP, Embedder
 from silentbad.measure.generation import Item, Sampler, left_as_found
 from silentbad.measure.intervals import detection
+from silentbad.measure.limit import FOLDER, kept_by, kept_share
 from silentbad.measure.nearest import Shown, TrainingPictures
 from silentbad.measure.record import ORDERS, ElementThreshold, Kept, Scores, Threshold
 from silentbad.measure.redraws import load_redraws, uses_redraws
@@ -316,23 +317,27 @@ class Measure:
         elif self._of_base is None:
             files = [self._unrelated_file("base", i) for i in range(len(self.unrelated))]
             if not all(file.is_file() for file in files):
-                missing = f"the base's pictures are missing in {self.folder / kept.FOLDER}"
+                missing = f"the base's pictures are missing in {self.folder / FOLDER}"
                 if self.config.keep is not None:
-                    right = "start anew, or leave it out"
-                    raise UserError(f"{self.sampler.prefix}keep: {missing}; {right}")
+                    raise UserError(
+                        f"{self.sampler.prefix}keep: {missing}; start anew, or leave it out"
+                    )
                 warn(f"what is kept is not measured: {missing}")
                 return None
-            opened = [to_tensor(open_image(file, kept.FOLDER)) for file in files]
+            opened = [to_tensor(open_image(file, FOLDER)) for file in files]
             base = (torch.stack(opened) * 255).round().byte()
             self._of_base = (base, self.shown(base, element_threshold))
         assert self._of_base is not None, "drawn at step 0, or read from the folder"
         base, shown_base = self._of_base
         answer: list[Any] = [None]
         if self.accelerator.is_main_process:
-            with left_as_found():
-                answer = [self._compared(pictures, base, shown, shown_base, final)]
+            try:
+                with left_as_found():
+                    answer = [self._compared(pictures, base, shown, shown_base, final)]
+            except UserError as error:  # raised below, on all ranks
+                answer = [str(error)]
         what_is_kept = broadcast_object_list(answer)[0]
-        if isinstance(what_is_kept, str):  # why it cannot be measured
+        if isinstance(what_is_kept, str):
             raise UserError(what_is_kept)
         return what_is_kept
 
@@ -343,26 +348,22 @@ class Measure:
         shown: list[kept.Shown],
         shown_base: list[kept.Shown],
         final: bool,
-    ) -> Kept | str:
-        """What is kept; or a message on why it cannot be measured."""
+    ) -> Kept:
+        """What is kept. Raises UserError where it cannot be measured."""
         prompts = self.unrelated
         key = f"{self.sampler.prefix}judge"
-        by = kept.kept_by(self.config)
-        try:
-            changes = kept.change(pictures, base, prompts, self.embedder)
-            of_words = kept.words(self.judge, self.clip, prompts, pictures, base, key)
-        except UserError as error:
-            return str(error)
+        by = kept_by(self.config)
+        changes = kept.change(pictures, base, prompts, self.embedder)
+        of_words = kept.words(self.judge, self.clip, prompts, pictures, base, key)
         what_is_kept = kept.summed_up(prompts, changes, shown, shown_base, of_words)
         if self.base is not None and (final or by == "size"):
             what_is_kept.size = stage_sizes(self._modules(), self.base)
-        if self.config.keep is not None and kept.kept_share(what_is_kept, by) is None:
+        if self.config.keep is not None and kept_share(what_is_kept, by) is None:
             why = {
                 "bleeding": "no element has a mask",
                 "size": "the base's weights cannot be read from one safetensors file",
             }.get(by, f"the base's value of {by} is 0 or missing")
-            right = "keep by something else (keep_by)"
-            return f"{self.sampler.prefix}keep: {why}; {right}"
+            raise UserError(f"{self.sampler.prefix}keep: {why}; keep by something else (keep_by)")
         return what_is_kept
 
     def _modules(self) -> dict[str, Any]:
@@ -377,7 +378,7 @@ class Measure:
         }
 
     def _unrelated_file(self, tag: str, i: int) -> Path:
-        return self.folder / kept.FOLDER / f"{tag}-{i}.png"
+        return self.folder / FOLDER / f"{tag}-{i}.png"
 
     def shown(self, pictures: Tensor, element_threshold: ElementThreshold) -> list[kept.Shown]:
         """For each picture, whether any element reaches its threshold anywhere in it, and the best

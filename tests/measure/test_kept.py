@@ -14,6 +14,7 @@ from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from silentbad.measure import kept
 from silentbad.measure.embedders import load_embedder
+from silentbad.measure.limit import kept_by, kept_share
 from silentbad.measure.record import Kept, StageSize, Words
 from silentbad.measure.weight_change import (
     base_files,
@@ -184,18 +185,18 @@ def test_a_judge_that_does_not_judge_is_named(judge, name, line):
 
 def test_the_share_that_is_kept():
     measured = Kept(4, {"pixels": 0.25, "embedder": 0.5}, words=Words(0.3, 0.4, "CLIP"))
-    shares = [kept.kept_share(measured, by) for by in ("words", "pixels", "embedder", "structure")]
+    shares = [kept_share(measured, by) for by in ("words", "pixels", "embedder", "structure")]
     assert shares == [pytest.approx(0.75), 0.75, 0.5, None]
-    assert kept.kept_share(Kept(4, {}, words=Words(0.1, 0.0, "x")), "words") is None
+    assert kept_share(Kept(4, {}, words=Words(0.1, 0.0, "x")), "words") is None
     measured.bleeding, measured.bleeding_base = 0.5, 0.25
     measured.size = {"mid": StageSize(norm=0.1, singular=0.9), "up0": StageSize(norm=0.2, singular=0.3)}
-    assert [kept.kept_share(measured, by) for by in ("bleeding", "size")] == [0.75, 0.8]
+    assert [kept_share(measured, by) for by in ("bleeding", "size")] == [0.75, 0.8]
     measured.bleeding, measured.size = 0.0, {}  # less than the base's; no weight moved
-    assert [kept.kept_share(measured, by) for by in ("bleeding", "size")] == [1.0, 1.0]
+    assert [kept_share(measured, by) for by in ("bleeding", "size")] == [1.0, 1.0]
     measured.bleeding = measured.size = None
-    assert [kept.kept_share(measured, by) for by in ("bleeding", "size")] == [None, None]
+    assert [kept_share(measured, by) for by in ("bleeding", "size")] == [None, None]
     ways = [dict(), dict(judge="a.py:b"), dict(clip_path="x"), dict(judge="a.py:b", keep_by="pixels")]
-    assert [kept.kept_by(ValidationConfig(**way)) for way in ways] == ["pixels", "words", "words", "pixels"]
+    assert [kept_by(ValidationConfig(**way)) for way in ways] == ["pixels", "words", "words", "pixels"]
 
 
 # -- size --------------------------------------------------------------------------------------------------
