@@ -152,7 +152,6 @@ class RecoveryHook(Hook):
             embedder=self.embedder,
             clip=clip,
             accelerator=accelerator,
-            seed=seed,
             held_out=measured,
             training=training,
             folder=self.output_dir,

@@ -159,7 +159,6 @@ class Subject:
             embedder=embedder,
             clip=None,
             accelerator=self.accelerator,
-            seed=record.seed,
             held_out={"clean": self._clean(side)},
             training=(),
             folder=run,

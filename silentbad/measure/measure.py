@@ -64,7 +64,6 @@ class Measure:
         embedder: Embedder,
         clip: CLIP | None,
         accelerator: Any,
-        seed: int,
         held_out: dict[str, list[dict[str, Any]]],
         training: Iterable[Shown],
         folder: Path,
@@ -79,7 +78,6 @@ class Measure:
         self.embedder = embedder
         self.clip = clip
         self.accelerator = accelerator
-        self.seed = seed
         self.held_out = held_out
         self.folder = folder
         self.cache_dir = cache_dir
