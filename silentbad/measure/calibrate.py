@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -33,13 +33,11 @@ from silentbad.data.images import open_image, to_tensor
 from silentbad.measure import failures
 from silentbad.measure.failures import Canvas, Null, Other, canvas_of
 from silentbad.measure.intervals import FALSE_POSITIVES
+from silentbad.measure.measure import DECODED, RAW, Judged, Measure
 from silentbad.measure.record import ElementThreshold, Range, TargetRange, Threshold
 from silentbad.measure.scores import ImageRow, null_scores
 from silentbad.measure.similarity_cache import key, remembered
 from silentbad.progress import Bar
-
-if TYPE_CHECKING:
-    from silentbad.measure.measure import Judged, Measure
 
 MARGIN = 1 / 3  # of the way from floor to ceiling
 GAP = 0.15  # least difference of similarity between floor and ceiling that tells them apart
@@ -85,11 +83,14 @@ class ScoredTarget(NamedTuple):
     elements: list[Scored | None]
 
 
-def calibrate(measure: "Measure") -> tuple[Threshold, ElementThreshold, list[TargetRange]]:
+def calibrate(measure: Measure) -> tuple[Threshold, ElementThreshold, list[TargetRange]]:
     """The thresholds of wholes and of elements, and the ranges that they lie in; the same on all
     ranks."""
     given = measure.config.threshold
-    canvases = canvases_of(measure)
+    canvases = [
+        canvas_of(target, masks, measure.sampler.side)
+        for target, masks in zip(measure.targets, measure.masks, strict=True)
+    ]
     if measure.uses_redraws:
         rate = measure.config.false_positive_rate
         nulls = of_redraws(measure)
@@ -102,7 +103,6 @@ def calibrate(measure: "Measure") -> tuple[Threshold, ElementThreshold, list[Tar
 
     ranges = []
     for j, (target, parts) in enumerate(zip(measure.targets, scored, strict=True)):
-        is_given = given is not None
         of_elements = [
             None if part is None else measured_range(part, element.of(j, k), rate)
             for k, part in enumerate(parts.elements)
@@ -112,7 +112,9 @@ def calibrate(measure: "Measure") -> tuple[Threshold, ElementThreshold, list[Tar
                 target_id=target.target_id,
                 size=target.image.size,
                 side=measure.sampler.side,
-                whole=measured_range(parts.whole, whole.of_target(j), rate, given=is_given),
+                whole=measured_range(
+                    parts.whole, whole.of_target(j), rate, given=given is not None
+                ),
                 elements=of_elements,
                 nulls=sum(row["target"] == j for row in nulls),
                 copies=len(parts.whole.copies),
@@ -122,15 +124,7 @@ def calibrate(measure: "Measure") -> tuple[Threshold, ElementThreshold, list[Tar
 
 
 # -- pictures and their similarities ---------------------------------------------------------------
-def canvases_of(measure: "Measure") -> list[Canvas]:
-    """Each target at the side of the images."""
-    return [
-        canvas_of(target, masks, measure.sampler.side)
-        for target, masks in zip(measure.targets, measure.masks, strict=True)
-    ]
-
-
-def of_copies(measure: "Measure", canvases: Sequence[Canvas]) -> list[ImageRow]:
+def of_copies(measure: Measure, canvases: Sequence[Canvas]) -> list[ImageRow]:
     """Rows of true copies, through the autoencoder; the plain one of each target first."""
     rows: list[Any] = []
     for j, drawn in enumerate(canvases):
@@ -139,13 +133,13 @@ def of_copies(measure: "Measure", canvases: Sequence[Canvas]) -> list[ImageRow]:
     return rows
 
 
-def nulls_of(measure: "Measure", j: int, drawn: Canvas) -> Iterator[Null]:
+def nulls_of(measure: Measure, j: int, drawn: Canvas) -> Iterator[Null]:
     """Failures made from target j, and training pictures that lack some of its elements."""
     phrases = measure.targets[j].phrases
-    others = []
-    for training, picture in measure.training.pictures(MOST_SHOWN):
-        shows = frozenset(k for k, phrase in enumerate(phrases) if phrase in training.phrases)
-        others.append(Other(picture, shows))
+    others = [
+        Other(picture, frozenset(k for k, phrase in enumerate(phrases) if phrase in of_picture))
+        for picture, of_picture in measure.training.pictures(MOST_SHOWN)
+    ]
     yield from failures.failures(drawn.picture, drawn.shares, drawn.backdrop, others)
     for other in others:
         changed = tuple(k for k in range(len(phrases)) if k not in other.shows)
@@ -153,15 +147,19 @@ def nulls_of(measure: "Measure", j: int, drawn: Canvas) -> Iterator[Null]:
             yield Null(TRAINING, changed, other.picture)
 
 
-def of_failures(measure: "Measure", canvases: Sequence[Canvas]) -> list[NullRow]:
+def of_failures(measure: Measure, canvases: Sequence[Canvas]) -> list[NullRow]:
     """Rows of each target's failures and of training pictures, through the autoencoder."""
     device = measure.accelerator.device
     nulls = [(j, null) for j, drawn in enumerate(canvases) for null in nulls_of(measure, j, drawn)]
     targets = [measure.sampler.round_trip(c.picture[None])[0].to(device) for c in canvases]
     places = measure.share(len(nulls))
-    hidden = not measure.accelerator.is_local_main_process
     rows: list[tuple[int, NullRow | None]] = []
-    with Bar(total=len(places), desc="Failures", leave=False, disable=hidden) as bar:
+    with Bar(
+        total=len(places),
+        desc="Failures",
+        leave=False,
+        disable=not measure.accelerator.is_local_main_process,
+    ) as bar:
         for start in range(0, len(places), measure.config.max_batch):
             part = places[start : start + measure.config.max_batch]
             batch = torch.stack([nulls[i][1].picture for i in part])
@@ -174,14 +172,14 @@ def of_failures(measure: "Measure", canvases: Sequence[Canvas]) -> list[NullRow]
     return [row for row in measure.gather(rows) if row is not None]
 
 
-def of_redraws(measure: "Measure") -> list[NullRow]:
+def of_redraws(measure: Measure) -> list[NullRow]:
     """Rows of redraws; similarities come from the cache where they are in it."""
     facts: list[Any] = [
         measure.embedder.describe(),
         measure.reference,
         [measure.config.max_batch, measure.accelerator.num_processes],
     ]
-    for of_targets in measure.all_references():
+    for of_targets in (measure.references(RAW), measure.references(DECODED)):
         facts += of_targets.wholes
         facts += [feature for features in of_targets.elements for feature in features]
     facts += [mask for masks in measure.masks for mask in masks]
@@ -194,14 +192,13 @@ def of_redraws(measure: "Measure") -> list[NullRow]:
         measure.accelerator,
         lambda: similarities(measure),
     )
-    null_rows: list[Any] = [
-        {**row, "kind": redraw.kind, "changed": redraw.changed}
+    return [
+        row | {"kind": redraw.kind, "changed": redraw.changed}
         for row, redraw in zip(rows, measure.redraws, strict=True)
     ]
-    return null_rows
 
 
-def similarities(measure: "Measure") -> list[dict[str, Any]]:
+def similarities(measure: Measure) -> list[dict[str, Any]]:
     """The similarities of each redraw, computed in batches of one target and size."""
     redraws = measure.redraws
     rows: list[tuple[int, Any]] = []
@@ -220,7 +217,7 @@ def similarities(measure: "Measure") -> list[dict[str, Any]]:
 
 
 def null_row(
-    judged: "Judged", row: dict[str, Any], null: Null, pairs: Sequence[tuple[Tensor, Tensor]]
+    judged: Judged, row: dict[str, Any], null: Null, pairs: Sequence[tuple[Tensor, Tensor]]
 ) -> NullRow | None:
     """The row of a failure. `pairs`: (target, failure), (3,S,S) each, as made and after the
     autoencoder.
@@ -233,10 +230,9 @@ def null_row(
 
     elements = list[float | None](row["elements"])
     changed = [k for k in range(len(elements)) if null.changed is None or k in null.changed]
-    masks = {k: mask for k in changed if (mask := judged.elements[k]) is not None}
-    same = [k for k, mask in masks.items() if not differs(mask)]
-    of_all = null.changed is None or null.kind == TRAINING
-    of_whole = of_all and differs(judged.whole)
+    masked = [k for k in changed if judged.elements[k] is not None]
+    same = [k for k in masked if not differs(judged.elements[k])]
+    of_whole = (null.changed is None or null.kind == TRAINING) and differs(judged.whole)
     if not of_whole and len(same) == len(changed):
         return None
     for k in same:
@@ -331,8 +327,10 @@ def enough(parts: Sequence[Scored], rate: float | None) -> list[Scored]:
 def threshold_of(part: Scored, rate: float | None) -> float:
     """The threshold from the nulls and copies of one part; NOTHING for quantiles without a null."""
     if rate is not None:
-        kinds = part.nulls.items()
-        quantiles = [quantile(sims, rate_of(kind, rate, part.of_element)) for kind, sims in kinds]
+        quantiles = [
+            quantile(sims, rate_of(kind, rate, part.of_element))
+            for kind, sims in part.nulls.items()
+        ]
         return max(quantiles, default=NOTHING)
     floor = max(map(max, part.nulls.values()), default=NOTHING)
     ceiling = float(np.quantile(part.copies, CEILING))

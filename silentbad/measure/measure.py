@@ -123,8 +123,7 @@ class Measure:
             pictures = [to_tensor(target.image)[None] for target in self.targets]
             if kind == DECODED:  # at the side of the images, as training sees them
                 side = (self.sampler.side, self.sampler.side)
-                small = [p if p.shape[-2:] == side else resize(p, side) for p in pictures]
-                pictures = [self.sampler.round_trip(picture) for picture in small]
+                pictures = [self.sampler.round_trip(resize(p, side)) for p in pictures]
             with left_as_found():
                 wholes = [
                     self.embedder.reference(picture, whole)
@@ -137,10 +136,6 @@ class Measure:
             self._references[kind] = References(wholes, elements)
         return self._references[kind]
 
-    def all_references(self) -> list[References]:
-        """The references from the targets' files, and from these files after the autoencoder."""
-        return [self.references(kind) for kind in (RAW, DECODED)]
-
     def similar(self, images: Tensor, target_of: list[int]) -> list[dict[str, Any]]:
         """Images (B,3,H,W) -> {target, sim, elements, raw, decoded} each, against its own target
         and that target's elements."""
@@ -148,7 +143,12 @@ class Measure:
         for j in set(target_of):
             places = [i for i, target in enumerate(target_of) if target == j]
             images_of_target = images[places]
-            features = self._of_whole(images_of_target, j)
+            whole = self.judged[j].whole
+            features = (
+                self.embedder.embed(images_of_target)
+                if whole is None
+                else self.embedder.of_region(images_of_target, whole.to(images.device))
+            )
             both = {
                 kind: self.embedder.paired(features, self.references(kind).wholes[j])
                 .double()
@@ -168,16 +168,9 @@ class Measure:
                     )
         return rows
 
-    def _of_whole(self, images: Tensor, j: int) -> Tensor:
-        """Features of images inside the mask for the whole of target j."""
-        whole, _ = self.judged[j]
-        if whole is None:
-            return self.embedder.embed(images)
-        return self.embedder.of_region(images, whole.to(images.device))
-
     def _of_element(self, images: Tensor, j: int, k: int) -> list[float | None]:
         """Similarities of the images' region to element k of target j; None without a mask."""
-        mask = self.judged[j][1][k]
+        mask = self.judged[j].elements[k]
         feature = self.references(self.reference).elements[j][k]
         if mask is None or feature is None:
             return [None] * len(images)
@@ -367,7 +360,7 @@ class Measure:
     def _modules(self) -> dict[str, Any]:
         """The components with trainable parameters, by their names in the pipeline."""
         family = self.sampler.family
-        names = [family.backbone, *family.encoders]
+        names = (family.backbone, *family.encoders)
         modules = {name: getattr(self.sampler.pipe, name, None) for name in names}
         return {
             name: module
@@ -384,8 +377,8 @@ class Measure:
         places = self.share(len(pictures))
         images = kept.as_images(pictures[places]).to(self.accelerator.device)
         side = min(kept.SIDE, pictures.shape[-1])
-        best = [-np.inf] * len(places)
-        passes = [False] * len(places)
+        best = np.full(len(places), -np.inf)
+        passes = np.full(len(places), False)
         with left_as_found():
             small = resize(images, (side, side)).cpu() if places else images
             for j, masks in enumerate(self.masks if places else ()):
@@ -394,12 +387,10 @@ class Measure:
                     if mask is None:
                         continue
                     small_mask = resize(mask[None].float(), (side, side))[0]
-                    limit = element_threshold.of(j, k)
                     similarities = self._anywhere(images, small, picture, small_mask, j, k)
-                    best = np.maximum(best, similarities).tolist()
-                    reached = [s >= limit for s in similarities]
-                    passes = [a or b for a, b in zip(passes, reached, strict=True)]
-        rows = [kept.Shown(*row) for row in zip(passes, best, strict=True)]
+                    best = np.maximum(best, similarities)
+                    passes |= np.array(similarities) >= element_threshold.of(j, k)
+        rows = [kept.Shown(*row) for row in zip(passes.tolist(), best.tolist(), strict=True)]
         of_all = self.gather(list(zip(places, rows, strict=True)))
         return of_all if any(m is not None for masks in self.masks for m in masks) else []
 

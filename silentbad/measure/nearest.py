@@ -40,10 +40,10 @@ class TrainingPictures:
     def __bool__(self) -> bool:
         return bool(self.shown)
 
-    def pictures(self, most: int) -> list[tuple[Shown, Tensor]]:
-        """At most `most` of them, spread evenly, with their pictures (3,S,S) in [0,1]."""
+    def pictures(self, most: int) -> list[tuple[Tensor, tuple[str, ...]]]:
+        """The pictures (3,S,S) in [0,1] and phrases of at most `most` of them, spread evenly."""
         places = np.linspace(0, len(self.shown) - 1, min(most, len(self.shown))).round().astype(int)
-        return [(self.shown[i], self.shown[i].picture.float() / 255) for i in places.tolist()]
+        return [(self.shown[i].picture.float() / 255, self.shown[i].phrases) for i in places]
 
     def nearest(
         self, images: Tensor, trip: Callable[[Tensor], Tensor] | None

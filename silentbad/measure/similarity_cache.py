@@ -16,15 +16,12 @@ from silentbad.device import device_name
 from silentbad.errors import writing
 from silentbad.files import replace_text
 
-Row = dict[str, Any]
-
 
 def key(facts: Iterable[Any], device: torch.device) -> str:
     """A name for rows that depend on these facts (tensors, files, JSON values), and on what changes
     rounding: the version of torch, the device, the number of threads."""
     total = hashlib.sha256()
-    about = (torch.__version__, device_name(device), torch.get_num_threads())
-    for fact in (*about, *facts):
+    for fact in (torch.__version__, device_name(device), torch.get_num_threads(), *facts):
         if isinstance(fact, torch.Tensor):
             total.update(f"{fact.dtype}{tuple(fact.shape)}".encode())
             total.update(
@@ -38,8 +35,8 @@ def key(facts: Iterable[Any], device: torch.device) -> str:
 
 
 def remembered(
-    folder: Path, name: str, count: int, accelerator: Any, compute: Callable[[], list[Row]]
-) -> list[Row]:
+    folder: Path, name: str, count: int, accelerator: Any, compute: Callable[[], list[Any]]
+) -> list[Any]:
     """The `count` rows of this name from the folder; if there are none, `compute` makes them and
     they are saved.
 
@@ -65,7 +62,7 @@ def remembered(
         lock.release()
 
 
-def read(file: Path, count: int) -> list[Row] | None:
+def read(file: Path, count: int) -> list[Any] | None:
     """The rows of a file; None where it is not there, or damaged."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
