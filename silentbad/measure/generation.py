@@ -191,9 +191,8 @@ class Sampler:
 
     def plan(self, targets: list, full: bool, described: bool) -> list[Item]:
         """The images of one validation (`plan`) as they are configured."""
-        config = self.config
-        count = config.images_per_target
-        return plan(targets, count, self.seed, full, config.unrelated, described)
+        count = self.config.images_per_target
+        return plan(targets, count, self.seed, full, self.config.unrelated, described)
 
     def _check(self) -> None:
         """Refuse a resolution or a number of sampling steps that the pipeline does not support."""
@@ -271,10 +270,9 @@ class Sampler:
             )
             for i, prompt in enumerate(part):
                 self.cache[prompt] = [state[i].cpu() for state in states]
-        device = self.backbone.device
-        dtype = self.backbone.dtype
+        backbone = self.backbone
         columns = zip(*(self.cache[prompt] for prompt in prompts), strict=True)
-        stacked = [torch.stack(column).to(device, dtype) for column in columns]
+        stacked = [torch.stack(column).to(backbone.device, backbone.dtype) for column in columns]
         return dict(zip(self.NAMES, stacked, strict=False))
 
     def generate(self, items: list[Item]) -> tuple[Tensor, Tensor]:
@@ -282,8 +280,6 @@ class Sampler:
         guidance.
 
         Raises UserError where an image is not finite, as of a diverged model."""
-        pipe = self.pipe
-        config = self.config
         latents = self.start_noise(items)
         streams = [rng.generator(self.seed, "validation-steps", i.address, i.image) for i in items]
         gaps = []
@@ -297,22 +293,23 @@ class Sampler:
         hook = self.backbone.register_forward_hook(watch)
         try:
             with text_projected_once(self.backbone):
-                latents = pipe(
+                latents = self.pipe(
                     **self.encode([i.prompt for i in items]),
                     generator=streams,
                     latents=latents,
                     output_type="latent",
                     num_inference_steps=self.steps,
-                    guidance_scale=config.guidance_scale,
+                    guidance_scale=self.config.guidance_scale,
                     **self.sampling,
                     height=self.side,
                     width=self.side,
                 ).images
         finally:
             hook.remove()
-        images = decode_in_parts(pipe.vae, latents)
-        nothing = torch.full((len(items),), float("nan"))
-        magnitudes = torch.stack(gaps).mean(0).cpu() if gaps else nothing
+        images = decode_in_parts(self.pipe.vae, latents)
+        magnitudes = (
+            torch.stack(gaps).mean(0).cpu() if gaps else torch.full((len(items),), float("nan"))
+        )
         magnitudes = magnitudes.masked_fill(magnitudes.isinf(), float("nan"))
         self.check_finite(images, [(i.prompt, i.cell, i.address) for i in items])
         return (images.float() / 2 + 0.5).clamp(0, 1), magnitudes
@@ -399,23 +396,22 @@ class Sampler:
         timesteps: Tensor,
         states: dict[str, Tensor],
         size: Sequence[int],
-        which="",
     ) -> Tensor:
-        """The predicted noise (B,C,h,w) under text states of `encode`; with `which` "negative_",
-        under those of the empty prompt. `size` is the picture's (height, width), which SDXL is
-        conditioned on."""
+        """The predicted noise (B,C,h,w) under text states of `encode`. `size` is the picture's
+        (height, width), which SDXL is conditioned on."""
         extra = {}
         if "pooled_prompt_embeds" in states:
             height, width = size
             sizes = [[height, width, 0, 0, height, width]] * len(noisy_latents)
-            pooled = states[f"{which}pooled_prompt_embeds"]
-            extra = {"text_embeds": pooled, "time_ids": torch.tensor(sizes).to(noisy_latents)}
+            extra = {
+                "text_embeds": states["pooled_prompt_embeds"],
+                "time_ids": torch.tensor(sizes).to(noisy_latents),
+            }
         timesteps = timesteps.to(noisy_latents.device)
         model_timesteps = model_time(self.schedule, timesteps)
-        encoder_hidden_states = states[f"{which}prompt_embeds"]
         with self.autocast():
             model_pred = self.family.predict(
-                self.backbone, noisy_latents, model_timesteps, encoder_hidden_states, extra
+                self.backbone, noisy_latents, model_timesteps, states["prompt_embeds"], extra
             )
         return to_epsilon(self.schedule, model_pred, noisy_latents, timesteps)
 

@@ -52,11 +52,13 @@ def given_pictures(folder: Path, targets: Sequence[Target]) -> list[Given]:
             files = picture_files(of_cell)
             if not files:
                 raise UserError(f"--pictures: {of_cell} holds no picture")
-            named = [
-                Item(cell=cell, target=j, image=i, prompt=cell, address=targets[j].target_id)
-                for i in range(len(files))
+            pictures += [
+                Given(
+                    Item(cell=cell, target=j, image=i, prompt=cell, address=targets[j].target_id),
+                    file,
+                )
+                for i, file in enumerate(files)
             ]
-            pictures += map(Given, named, files)
     return pictures
 
 
@@ -97,8 +99,10 @@ class GivenPictures:
             if max(shapes) > (1 + SQUASHED) * min(shapes):
                 squashed.append(file)
         if squashed:
-            shape = "another shape than their target and are squashed to it"
-            warn(f"--pictures: {len(squashed)} have {shape}, {squashed[0]} first")
+            warn(
+                f"--pictures: {len(squashed)} have another shape than their target and are "
+                f"squashed to it, {squashed[0]} first"
+            )
 
     def plan(self, targets: Sequence[Target], full: bool, described: bool) -> list[Item]:
         """The items of all pictures; controls only if `full`."""
