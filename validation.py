@@ -168,9 +168,12 @@ class RecoveryHook(Hook):
         self.limit = Limit.of(config)
         self.placebo = None
         if config.placebo is not None:
-            ids = [t.target_id for t in targets]
-            key = f"{sampler.prefix}placebo"
-            self.placebo = placebo_run(config.placebo, ids, self.embedder.describe(), key)
+            self.placebo = placebo_run(
+                config.placebo,
+                [target.target_id for target in targets],
+                self.embedder.describe(),
+                f"{sampler.prefix}placebo",
+            )
         self.history: list[Measurement] = []
         self.threshold: Threshold | None = None  # until calibrated
         self.element_threshold: ElementThreshold | None = None
@@ -245,10 +248,6 @@ class RecoveryHook(Hook):
         """Seconds since the hook was set up, those before a resume included."""
         return time.perf_counter() - self.born
 
-    def switch_pipeline(self, components: dict[str, Any], refuses: str | None = None) -> None:
-        """Measure another pipeline from now on, with the same thresholds."""
-        self.measure.sampler = Sampler(components, self.config, self.seed, refuses=refuses)
-
     @property
     def sampler(self) -> Sampler:
         """The sampler in use."""
@@ -258,8 +257,11 @@ class RecoveryHook(Hook):
         """History, thresholds and batch, as plain values."""
         names = ("history", "threshold", "element_threshold", "ranges", "seconds")
         state = {name: encode(getattr(self, name)) for name in names}
-        state |= {"elapsed": self.elapsed(), "batch": self.sampler.batch}
-        state["unrelated"] = self.measure.unrelated
+        state |= {
+            "elapsed": self.elapsed(),
+            "batch": self.sampler.batch,
+            "unrelated": self.measure.unrelated,
+        }
         return json.loads(json.dumps(state))  # no numbers of numpy
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -375,19 +377,21 @@ class RecoveryHook(Hook):
         assert self.threshold is not None and self.element_threshold is not None, (
             "calibrated by run"
         )
-        targets = []
-        for target, name, masks in zip(self.targets, self.names, self.measure.masks, strict=True):
-            files = [None if m is None else element_file(name, k) for k, m in enumerate(masks)]
-            targets.append(
-                TargetEntry(
-                    target_id=target.target_id,
-                    image=target_file(name),
-                    elements=files,
-                    prompt=target.composed_prompt,
-                    phrases=target.phrases,
-                    estimated=True if target.target_id in self.estimated else None,
-                )
+        targets = [
+            TargetEntry(
+                target_id=target.target_id,
+                image=target_file(name),
+                elements=[
+                    None if m is None else element_file(name, k) for k, m in enumerate(masks)
+                ],
+                prompt=target.composed_prompt,
+                phrases=target.phrases,
+                estimated=True if target.target_id in self.estimated else None,
             )
+            for target, name, masks in zip(
+                self.targets, self.names, self.measure.masks, strict=True
+            )
+        ]
         record = Record(
             seed=self.seed,
             config=asdict(self.config),
@@ -445,13 +449,20 @@ def audit(
     targets = checked_targets(config, output_dir)
     load_judge(config, "--")
     accelerator = start()
-    read = {"--pipeline": pipeline, "--baseline": baseline, "--lora": lora}
-    with claimed(output_dir, accelerator, {"--targets": config.targets, **read}):
+    read = {
+        "--targets": config.targets,
+        "--pipeline": pipeline,
+        "--baseline": baseline,
+        "--lora": lora,
+    }
+    with claimed(output_dir, accelerator, read):
         device = accelerator.device
         name = f"--pipeline {pipeline}"
-        base = None
-        if baseline is not None:
-            base = load_pipeline(baseline, dtype, device, flag="--baseline", of=pipeline)
+        base = (
+            None
+            if baseline is None
+            else load_pipeline(baseline, dtype, device, flag="--baseline", of=pipeline)
+        )
         first = base or load_pipeline(pipeline, dtype, device, lora)
         check_prompts(targets, first.tokenizer, config.unrelated)
         hook = RecoveryHook(
@@ -469,7 +480,7 @@ def audit(
         if base is not None:
             hook.run(0, 0, backbone_of(base), label="baseline")
             first = load_pipeline(pipeline, dtype, device, lora)
-            hook.switch_pipeline(first.components, name)
+            hook.measure.sampler = Sampler(first.components, config, seed, refuses=name)
         hook.run(1, 1, backbone_of(first), final=True, label="audited pipeline")
         print_audit(hook)
         if base is None:
@@ -537,9 +548,10 @@ def claimed(
     output_dir: str, accelerator: Any, read: dict[str, str | None]
 ) -> AbstractContextManager[Any]:
     """A context in which no other process writes into the folder."""
+    if not accelerator.is_main_process:
+        return nullcontext()
     writes = (NAME, "report.html", "samples")
-    claim = owned.claimed(output_dir, "audit", key="--output_dir", writes=writes, read=read)
-    return claim if accelerator.is_main_process else nullcontext()
+    return owned.claimed(output_dir, "audit", key="--output_dir", writes=writes, read=read)
 
 
 def print_audit(hook: RecoveryHook) -> None:
@@ -564,13 +576,24 @@ def main(arguments: list[str] | None = None, options: Audit | None = None) -> in
             **{f.name: getattr(audit_options, f.name) for f in fields(ValidationConfig)}
         )
         with fits(audit_options):
-            options_of = {name: getattr(audit_options, name) for name in Audit.__annotations__}
-            if options_of["pictures"] is not None:
-                names = ("pictures", "pipeline", "output_dir", "dtype")
-                verdict = judge(config, **{name: options_of[name] for name in names})
+            if audit_options.pictures is not None:
+                verdict = judge(
+                    config,
+                    pictures=audit_options.pictures,
+                    pipeline=audit_options.pipeline,
+                    output_dir=audit_options.output_dir,
+                    dtype=audit_options.dtype,
+                )
             else:
-                del options_of["pictures"]
-                verdict = audit(config, **options_of)
+                verdict = audit(
+                    config,
+                    pipeline=str(audit_options.pipeline),
+                    baseline=audit_options.baseline,
+                    lora=audit_options.lora,
+                    output_dir=audit_options.output_dir,
+                    seed=audit_options.seed,
+                    dtype=audit_options.dtype,
+                )
     except UserError as error:
         return startup.refused(error)
     print(f"{verdict.images_above} of {verdict.images} composed images reach every threshold")
