@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from silentbad.data.images import resize, to_tensor
+from silentbad.data.picture_parts import frame
 from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from silentbad.measure.micro import alignments
@@ -63,7 +64,7 @@ class Canvas:
     @property
     def backdrop(self) -> int | None:
         """The element that covers most of the frame, and more than half of it, if any."""
-        frames = [0.0 if s is None else float(frame(s > 0).float().mean()) for s in self.shares]
+        frames = [0.0 if s is None else frame((s[0] > 0).numpy()) for s in self.shares]
         widest = max(range(len(frames)), key=lambda k: frames[k], default=0)
         return widest if frames and frames[widest] > 0.5 else None
 
@@ -87,11 +88,6 @@ def canvas_of(target: Target, masks: Sequence[Tensor | None], side: int) -> Canv
             mask = (4 * mask.float()).clamp(max=1)
         shares.append(mask)
     return Canvas((fitted(to_tensor(target.image)) * 255).round() / 255, shares)
-
-
-def frame(x: Tensor) -> Tensor:
-    """The outermost pixels of x (1,S,S)."""
-    return torch.cat([x[0, 0], x[0, -1], x[0, :, 0], x[0, :, -1]])
 
 
 # -- true copies -------------------------------------------------------------------------------
