@@ -155,7 +155,10 @@ class Measure:
                 .tolist()
                 for kind in (RAW, DECODED)
             }
-            columns = [self._of_element(images_of_target, j, k) for k in range(len(self.masks[j]))]
+            columns: list[Sequence[float | None]] = [
+                [None] * len(places) if mask is None else self._of_element(images_of_target, j, k)
+                for k, mask in enumerate(self.judged[j].elements)
+            ]
             for n, i in enumerate(places):
                 elements = [column[n] for column in columns]
                 sims = {kind: values[n] for kind, values in both.items()}
@@ -168,12 +171,11 @@ class Measure:
                     )
         return rows
 
-    def _of_element(self, images: Tensor, j: int, k: int) -> list[float | None]:
-        """Similarities of the images' region to element k of target j; None without a mask."""
+    def _of_element(self, images: Tensor, j: int, k: int) -> list[float]:
+        """Similarities of the images' region to element k of target j, which has a mask."""
         mask = self.judged[j].elements[k]
         feature = self.references(self.reference).elements[j][k]
-        if mask is None or feature is None:
-            return [None] * len(images)
+        assert mask is not None and feature is not None
         features_of_region = self.embedder.of_region(images, mask.to(images.device))
         return self.embedder.paired(features_of_region, feature).double().tolist()
 
@@ -187,7 +189,7 @@ class Measure:
             if item.cell in ORDERS and item.target < self.config.sample_targets:
                 row["pixels"] = np.asarray(to_pil(image))
         composed = [k for k, item in enumerate(items) if item.cell == "composed"]
-        if nearest and self.training and composed:
+        if nearest and self.training.shown and composed:
             trip = self.sampler.round_trip if self.reference == DECODED else None
             most_alike = self.training.nearest(images[composed], trip)
             for k, named in zip(composed, most_alike, strict=True):
@@ -276,13 +278,12 @@ class Measure:
             Item(cell=name, target=-1, image=i, prompt=prompt, address=name)
             for i, prompt in enumerate(self.unrelated)
         ]
-
-        def pictures_and_magnitudes(
-            chunk: list[Item], x: Tensor, magnitudes: Tensor
-        ) -> list[tuple[Tensor, float]]:
-            return list(zip((x * 255).round().byte().cpu(), magnitudes.tolist(), strict=True))
-
-        rows = self.map_over_ranks(items, pictures_and_magnitudes)
+        rows = self.map_over_ranks(
+            items,
+            lambda _, x, magnitudes: list(
+                zip((x * 255).round().byte().cpu(), magnitudes.tolist(), strict=True)
+            ),
+        )
         pictures = torch.stack([picture for picture, _ in rows])
         return pictures, [magnitude for _, magnitude in rows]
 
@@ -398,10 +399,7 @@ class Measure:
         self, images: Tensor, small: Tensor, picture: Tensor, mask: Tensor, j: int, k: int
     ) -> list[float]:
         """The highest similarity of each image to an element, wherever it lies."""
-
-        def similarity(part: Tensor) -> list[float]:
-            return [score for score in self._of_element(part, j, k) if score is not None]
-
+        similarity = partial(self._of_element, j=j, k=k)
         similarities: list[float] = []
         parts = (images.split(kept.AT_ONCE), small.split(kept.AT_ONCE))
         for part, small_part in zip(*parts, strict=True):

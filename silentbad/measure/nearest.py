@@ -37,9 +37,6 @@ class TrainingPictures:
             self.shown.append(training._replace(picture=picture))
         self.features: Tensor | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self.shown)
-
     def pictures(self, most: int) -> list[tuple[Tensor, tuple[str, ...]]]:
         """The pictures (3,S,S) in [0,1] and phrases of at most `most` of them, spread evenly."""
         places = np.linspace(0, len(self.shown) - 1, min(most, len(self.shown))).round().astype(int)
