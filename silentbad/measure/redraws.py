@@ -119,6 +119,4 @@ def is_copy(first: Fingerprint, second: Fingerprint) -> bool:
     A null may share all but one element with its target. So only pictures that are nearly equal in
     every pixel are copies: at most 2 levels of root mean square difference at 64x64. For training
     images the limit is 8 levels at 16x16."""
-    return first.content == second.content or bool(
-        np.sqrt(np.square(first.pixels - second.pixels).mean()) <= COPY
-    )
+    return bool(np.sqrt(np.square(first.pixels - second.pixels).mean()) <= COPY)
