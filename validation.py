@@ -87,7 +87,7 @@ from silentbad.model.denoiser import backbone_in
 from silentbad.model.pipeline import load_autoencoder, load_pipeline, vae_factor
 from silentbad.model.registry import backbone_of
 from silentbad.report import run_report
-from silentbad.report.evidence import kept_sentence, range_lines, verdict_sentence
+from silentbad.report.evidence import answer, kept_sentence, range_lines
 
 EXIT_CODES = {NOT_RECOVERED: 0, IN_PART: 0, RECOVERED: 3, UNDECIDED: 4}
 
@@ -358,7 +358,7 @@ class RecoveryHook(Hook):
         lines = (
             run_report.text_table(record),
             f"measuring took {self.seconds:.0f} s, {share}" if cost else "",
-            verdict_sentence(record),
+            str(answer(record)),
             kept_sentence(record),
         )
         return "\n".join(filter(None, lines))

@@ -142,8 +142,11 @@ def axes(x_range: Range, y_range: Range, x_label: str) -> list[Markup]:
     for y in ticks(*y_range):
         parts += [rule("grid", y_place(y)), text_at(LEFT - 6, y_place(y) + 4, tick_label(y), "end")]
     parts += [text_at(x_place(x), HEIGHT - BOTTOM + 16, tick_label(x)) for x in ticks(*x_range)]
-    name = text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_label)
-    return [*parts, rule("axis", HEIGHT - BOTTOM), name]
+    return [
+        *parts,
+        rule("axis", HEIGHT - BOTTOM),
+        text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_label),
+    ]
 
 
 def swatch(k: int) -> Markup:
@@ -160,11 +163,10 @@ def line_chart(
     series: Sequence[Series],
     title: str,
     *,
-    x_label: str = "step",
     y_range: Range | None = None,
     marks: Sequence[tuple[str, float]] = (),
 ) -> Markup:
-    """Curves with bands; marks are (name, y) horizontal lines."""
+    """Curves over steps, with bands; marks are (name, y) horizontal lines."""
     series = drawn(series)
     marks = [(name, y) for name, y in marks if finite(y)]
     if not series:
@@ -176,7 +178,7 @@ def line_chart(
     x_range = bounds(xs, from_nought)
     y_range = bounds([*ys, *(y for _, y in marks)], y_range or from_nought)
     x_place, y_place = scales(x_range, y_range)
-    parts = axes(x_range, y_range, x_label)
+    parts = axes(x_range, y_range, "step")
     for k, one_curve in enumerate(series):
         parts += curve(one_curve, k, x_place, y_place)
     for name, y in marks:
@@ -203,7 +205,6 @@ def curve(s: Series, k: int, x_place: Place, y_place: Place) -> list[Markup]:
         return " ".join(f"{x_place(x):.1f},{y_place(y):.1f}" for x, y in line)
 
     colour = COLOURS[k % len(COLOURS)]
-    dash = DASHES[k % len(DASHES)]
     parts = list[Markup]()
     line = points(s)
     if s.low and s.high:
@@ -214,7 +215,7 @@ def curve(s: Series, k: int, x_place: Place, y_place: Place) -> list[Markup]:
     polyline = Markup(
         '<polyline points="{}" fill="none" stroke="{}" stroke-width="2" stroke-dasharray="{}"/>'
     )
-    parts.append(polyline.format(path(line), colour, dash))
+    parts.append(polyline.format(path(line), colour, DASHES[k % len(DASHES)]))
     if len(line) <= 24:
         dot = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2.8" fill="{}"/>')
         parts += [dot.format(x_place(x), y_place(y), colour) for x, y in line]
@@ -243,7 +244,10 @@ def heatmap(
     for i, (name, line) in enumerate(zip(names, values, strict=True)):
         y = TOP // 2 + ROW * i
         parts.append(text_at(NAMES - 6, y + 11, shortened(name), "end"))
-        shades = [shade(line[k], span) for k in keep]
+        shades = [
+            tint(math.log(v) / span) if finite(v) and v > 0 else None
+            for v in (line[k] for k in keep)
+        ]
         start = 0
         for colour, alike in itertools.groupby(shades):
             count = len(list(alike))
@@ -281,11 +285,6 @@ def log_span(values: Sequence[Sequence[float | None]]) -> float:
     )
 
 
-def shade(value: float | None, span: float) -> str | None:
-    """The colour of a multiplier; None where it cannot be drawn."""
-    return tint(math.log(value) / span) if finite(value) and value > 0 else None
-
-
 def matrix(
     rows: Sequence[str],
     columns: Sequence[str],
@@ -309,9 +308,9 @@ def matrix(
             if not finite(value):
                 parts.append(text_at(middle, y + 17, "–"))
                 continue
-            strength = max(0.0, min(1.0, value))
-            parts.append(rectangle(side + k * width, y, width - 2, row - 2, tint(-strength)))
-            ink = "pale" if strength > 0.6 else "dark"  # in any colour scheme
+            shade = tint(-max(0.0, value))
+            parts.append(rectangle(side + k * width, y, width - 2, row - 2, shade))
+            ink = "pale" if value > 0.6 else "dark"  # in any colour scheme
             text = Markup(
                 '<text class="{}" x="{:.1f}" y="{:.1f}" text-anchor="middle">{:.2f}</text>'
             )
@@ -340,7 +339,6 @@ def ranges(rows: "Sequence[Part]", title: str) -> Markup:
     band = Markup('<rect class="band" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{}"/>')
     dot = Markup('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="4"/>')
     parts = list[Markup]()
-    counts = list[str]()
     for x in ticks(low, high, 4):
         parts.append(upright.format("grid", place(x), TOP // 2, below))
         parts.append(text_at(place(x), below + 15, tick_label(x)))
@@ -354,11 +352,10 @@ def ranges(rows: "Sequence[Part]", title: str) -> Markup:
         for sim in filter(finite, row.sims):
             kind = "over" if sim >= row.threshold else "under"
             parts.append(dot.format(kind, place(sim), y + row_height / 2))
-        counts.append(f"{row.label}: {row.hits} of {row.images}")
     middle = (REACH_NAMES + WIDTH - RIGHT) / 2
     parts.append(text_at(middle, below + 32, "similarity (1: the same picture)"))
-    described = "images that reach their threshold: " + "; ".join(counts)
-    return frame(parts, title, described, below + 38)
+    counts = "; ".join(f"{row.label}: {row.hits} of {row.images}" for row in rows)
+    return frame(parts, title, f"images that reach their threshold: {counts}", below + 38)
 
 
 def spaced(n: int, most: int) -> list[int]:

@@ -7,12 +7,27 @@ from typing import Any
 
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.limit import kept_share
-from silentbad.measure.record import Scores
 from silentbad.report import evidence, pages
 from silentbad.report.charts import finite, number
 from silentbad.report.pages import Cell, Table, interval_text, short, supported
 from silentbad.report.run_files import WEIGHTS, RecordedRun
+from silentbad.report.sections import error_of
 
+HEAD = [
+    "run",
+    "strict rate",
+    "95 %",
+    "whole alone",
+    "elements",
+    "sustained from",
+    "targets with one",
+    "less placebo",
+    "AURC",
+    "restricted",
+    "mean",
+    "best",
+    "clean eps-MSE",
+]
 KEPT = {"words kept": "words", "pixels kept": "pixels"}  # {column: its measure}, over the base
 
 
@@ -54,12 +69,11 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[tuple]]:
         (f"{name}, {WEIGHTS[kind]}", run, kind) for name, run in named for kind in run.kinds()
     ]
     scores = [[label, *_last_scores(run, kind)] for label, run, kind in measured]
-    keys = ("rate", "sustained_step", "aurc", "restricted", "mean")
     gaps = [
         (f"{label} - {names[0]}", key, *paired(runs[0], run, key, kind))
         for label, run, kind in measured
         if run is not runs[0]
-        for key in keys
+        for key in ("rate", "sustained_step", "aurc", "restricted", "mean")
     ]
     shown: list[list[Cell]] = [
         [name, key, supported(mean, (low, high)), interval_text((low, high)), targets]
@@ -67,15 +81,12 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[tuple]]:
     ]
     rates = [run.rates(label, kind) for label, run, kind in measured]
     means = [run.series(label, kind, lambda s: s.mean) for label, run, kind in measured]
-    errors = [run.series(label, kind, clean_error) for label, run, kind in measured]
-    head = ["run", "strict rate", "95 %", "whole alone", "elements", "sustained from"]
-    head += ["targets with one", "less placebo", "AURC", "restricted", "mean", "best"]
-    gap_head = ["difference", "score", "mean", "95 %", "targets"]
+    errors = [run.series(label, kind, error_of("clean")) for label, run, kind in measured]
     data = {
         "count": len(runs),
         "unlike": _unlike(runs),
-        "scores": Table([*head, "clean eps-MSE", *KEPT], scores, right=True),
-        "gaps": Table(gap_head, shown, right=True),
+        "scores": Table([*HEAD, *KEPT], scores, right=True),
+        "gaps": Table(["difference", "score", "mean", "95 %", "targets"], shown, right=True),
         "figures": [
             *pages.lines(rates, "Recovery rate (CIR)", y_range=(0, 1)),
             *pages.lines(means, "Mean similarity"),
@@ -86,11 +97,6 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[tuple]]:
     return pages.render("compare.html.j2", data), gaps
 
 
-def clean_error(scores: Scores) -> float | None:
-    """The error on held-out clean records."""
-    return scores.drift.get("clean_eps_mse")
-
-
 def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
     """A run's row of the comparison, after its name."""
     last = run.last(kind)
@@ -99,19 +105,19 @@ def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
     placebo = run.record.placebo if run.record else None
     curve = (total.sustained_step, total.aurc, total.restricted) if total else (None,) * 3
     lasting, aurc, restricted = map(short, curve)
-    less = supported(placebo.difference, placebo.interval) if placebo else None
     return [
-        *evidence.rate_cells(last.cir, last.interval),
+        supported(last.cir, last.interval),
+        interval_text(last.interval),
         short(last.whole),
         short(last.element_rate),
         lasting,
         f"{sum(row.sustained_step is not None for row in rows)} of {len(rows)}",
-        less,
+        supported(placebo.difference, placebo.interval) if placebo else None,
         aurc,
         restricted,
         short(last.mean),
         short(last.max),
-        clean_error(last),
+        error_of("clean")(last),
         *(short(last.kept and kept_share(last.kept, by)) for by in KEPT.values()),
     ]
 

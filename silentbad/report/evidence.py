@@ -19,9 +19,8 @@ from silentbad.measure.record import (
     Record,
     Scores,
     TargetRange,
-    Withheld,
 )
-from silentbad.measure.scores import FEW_TARGETS, latest, mean_of
+from silentbad.measure.scores import FEW_TARGETS, latest
 from silentbad.report import pages
 from silentbad.report.pages import Cell, Figure, Table, interval_text, rounded, supported
 from silentbad.settings.validation import ValidationConfig
@@ -53,6 +52,7 @@ class Answer:
         return f"{self.headline}{':' if self.state == IN_PART else '.'}"
 
     def __str__(self) -> str:
+        """The verdict in one line for a terminal, and what to try in a line each."""
         return "\n".join([" ".join([self.opening, *self.sentences]), *self.to_try])
 
 
@@ -68,17 +68,18 @@ def answer(record: Record) -> Answer:
     reasons = [f"Reason: {reason}." for reason in verdict.reasons or []]
     sentences = parts + reasons if in_part else reasons + parts
     sentences += [_counted(record, scores), *_before(record), *_by_chance(record)]
+    if record.placebo is not None:
+        how = "Training on placebo data, which never shows an exact element,"
+        sentences += _less(how, record.placebo)
+    if record.withheld is not None:
+        how = f"Training without {', '.join(record.withheld.elements)}"
+        sentences += _less(how, record.withheld)
     return Answer(
         headline=verdict.state.capitalize(),
         state=verdict.state,
-        sentences=[*sentences, *_on_placebo(record), *_without(record)],
+        sentences=sentences,
         to_try=[f"Try {advice}." for advice in verdict.to_try or []],
     )
-
-
-def verdict_sentence(record: Record) -> str:
-    """The verdict in one line for a terminal, and what to try in a line each."""
-    return str(answer(record))
 
 
 def _counted(record: Record, scores: Scores) -> str:
@@ -100,10 +101,9 @@ def _counted(record: Record, scores: Scores) -> str:
 
 def _before(record: Record) -> list[str]:
     base = base_scores(record)
-    label = record.history[0].label
     if base is None or len(record.history) < 2:
         return []
-    name = "The baseline" if label == "baseline" else "The base model"
+    name = "The baseline" if record.history[0].label == "baseline" else "The base model"
     return [f"{name} has the rate {rounded(base.cir)}."]
 
 
@@ -114,19 +114,6 @@ def _by_chance(record: Record) -> list[str]:
     p = "" if verdict.p_value is None else f" (p {probability(verdict.p_value)})"
     share = rounded(verdict.expected_by_chance / verdict.images)
     return [f"Of pictures like the nulls at most {share} pass by chance{p}."]
-
-
-def _on_placebo(record: Record) -> list[str]:
-    if record.placebo is None:
-        return []
-    how = "Training on placebo data, which never shows an exact element,"
-    return _less(how, record.placebo)
-
-
-def _without(record: Record) -> list[str]:
-    if record.withheld is None:
-        return []
-    return _less(f"Training without {', '.join(record.withheld.elements)}", record.withheld)
 
 
 def _less(how: str, control: Placebo) -> list[str]:
@@ -203,20 +190,14 @@ def _bleeding(kept: Kept) -> str:
 
 def _limit(record: Record) -> str:
     """Whether the run is within its limit, where it has one."""
-    limit = limit_of(record)
+    names = ("keep", "keep_by", "judge", "clip_path")
+    set_here = {key: value for key, value in record.config.items() if key in names}
+    limit = Limit.of(ValidationConfig(**set_here))
     share = None if limit is None else limit.kept(record.history[-1])
     if limit is None or share is None:
         return ""
-    side = "within" if limit.holds(record.history[-1]) else "below"
+    side = "within" if share >= limit.share else "below"
     return f"{rounded(share)} by {limit.by}, {side} the limit of {limit.share:g}"
-
-
-def limit_of(record: Record) -> Limit | None:
-    """The run's limit on what training must keep; None where it set none."""
-    config = ValidationConfig()
-    for name in ("keep", "keep_by", "judge", "clip_path"):
-        setattr(config, name, record.config.get(name))
-    return Limit.of(config)
 
 
 CHANGES = {
@@ -244,9 +225,10 @@ def kept_table(record: Record) -> Table:
 def size_table(record: Record) -> Table:
     """How far the weights of each stage moved."""
     kept = kept_of(record)
-    sizes = (kept.size if kept else None) or {}
+    sizes = kept.size if kept else None
     rows: list[list[Cell]] = [
-        [stage, rounded(size.norm, 3), rounded(size.singular, 3)] for stage, size in sizes.items()
+        [stage, rounded(size.norm, 3), rounded(size.singular, 3)]
+        for stage, size in (sizes or {}).items()
     ]
     return Table(["stage", "norm of the change", "its largest singular value"], rows, right=True)
 
@@ -279,16 +261,12 @@ def range_text(measured: Range) -> str:
 
 
 # -- what else would have counted ------------------------------------------------------------------
-def rates(cell: CellScores) -> list[Cell]:
-    """The rate by each endpoint: strict with its interval, whole, published, elements."""
-    return rate_cells(cell.cir, cell.interval, cell.whole, cell.published, cell.element_rate)
-
-
-def rate_cells(
-    strict: float | None, interval: tuple[float, float] | None, *others: float | None
-) -> list[Cell]:
-    """Rates in the digits that an interval supports, the others in two."""
-    return [supported(strict, interval), interval_text(interval), *map(rounded, others)]
+def rates(scores: CellScores | Placebo) -> list[Cell]:
+    """The rate by each endpoint: strict with its interval, whole, published, elements. A control
+    run's interval is that of the difference, so it is left out."""
+    interval = scores.interval if isinstance(scores, CellScores) else None
+    others = (scores.whole, scores.published, scores.element_rate)
+    return [supported(scores.cir, interval), interval_text(interval), *map(rounded, others)]
 
 
 def base_scores(record: Record) -> Scores | None:
@@ -311,13 +289,10 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
     rows: list[list[Cell]] = []
     notes: list[str] = []
 
-    def add(name: str, asks: str, cells: list[Cell]) -> None:
-        if cells:
-            rows.append([name, *cells])
+    def add(name: str, asks: str, scores: CellScores | Placebo | None) -> None:
+        if scores is not None:
+            rows.append([name, *rates(scores)])
             notes.append(asks)
-
-    def of(cell: CellScores | None) -> list[Cell]:
-        return [] if cell is None else rates(cell)
 
     last = record.history[-1]
     base = base_scores(record)
@@ -325,28 +300,22 @@ def alternatives(record: Record, withheld: Sequence[str] = ()) -> Table:
     asks = "The claim." if record.history[1:] else "One model, no training."
     if withheld:
         asks = f"A control run: trained without {', '.join(withheld)}. Does it come all the same?"
-    add("composed prompt", asks, of(latest(last)))
+    add("composed prompt", asks, latest(last))
     if last.step > 0:
-        add("composed prompt, base model", "Was it there before training?", of(base))
+        add("composed prompt, base model", "Was it there before training?", base)
     described = (base.cells or {}).get("described") if base else None
-    add("spelt-out caption, base model", "Do words alone give it?", of(described))
-    add("spelt-out caption", "Do words alone give it after training?", of(cells.get("described")))
-    controls = {
-        "composed prompt, placebo data": record.placebo,
-        "composed prompt, an element withheld": record.withheld,
-    }
-    for name, control in controls.items():
-        if control is not None:
-            asks = "Do the attributes alone give it, with no exact element shown?"
-            if isinstance(control, Withheld):
-                asks = f"Does it come without {', '.join(control.elements)}?"
-            others = (control.whole, control.published, control.element_rate)
-            add(name, asks, rate_cells(control.cir, None, *others))
+    add("spelt-out caption, base model", "Do words alone give it?", described)
+    add("spelt-out caption", "Do words alone give it after training?", cells.get("described"))
+    asks = "Do the attributes alone give it, with no exact element shown?"
+    add("composed prompt, placebo data", asks, record.placebo)
+    if record.withheld is not None:
+        asks = f"Does it come without {', '.join(record.withheld.elements)}?"
+        add("composed prompt, an element withheld", asks, record.withheld)
     for stem, (name, asks) in CONTROLS.items():
         for key, cell in cells.items():
             kind, _, number = key.partition("-")
             if kind == stem:
-                add(name.format(int(number or 0) + 1), asks, rates(cell))
+                add(name.format(int(number or 0) + 1), asks, cell)
     head = ["prompt", "strict rate", "95 %", "whole alone", "published: best of n", "elements"]
     return Table(head, rows, right=True, notes=notes)
 
@@ -373,9 +342,9 @@ def bleeding(record: Record) -> list[Figure]:
         rows = {phrase: values for phrase, values in rows.items() if values}
         together = recall("composed", name)
         if rows and together:
+            rows["all together"] = together
             columns = [str(k + 1) for k in range(len(together))]
-            values = [*rows.values(), together]
-            figures += pages.matrix([*rows, "all together"], columns, values, name)
+            figures += pages.matrix([*rows], columns, [*rows.values()], name)
     return figures
 
 
@@ -387,13 +356,19 @@ def detections(record: Record) -> Table:
         detection = latest(entry).detection
         if detection is None:
             continue
-        ends = (detection.auc_low, detection.auc_high)
+        auc_ends = (detection.auc_low, detection.auc_high)
         tpr_ends = (detection.tpr_low, detection.tpr_high)
-        tpr = None if detection.tpr is None else supported(detection.tpr, tpr_ends)
-        when = entry.label or f"step {entry.step}"
-        auc = [supported(detection.auc, ends), interval_text(ends)]
-        counts = [detection.positives, detection.negatives]
-        rows.append([when, *auc, *counts, tpr, interval_text(tpr_ends)])
+        rows.append(
+            [
+                entry.label or f"step {entry.step}",
+                supported(detection.auc, auc_ends),
+                interval_text(auc_ends),
+                detection.positives,
+                detection.negatives,
+                supported(detection.tpr, tpr_ends),
+                interval_text(tpr_ends),
+            ]
+        )
     head = ["measurement", "AUC", "95 %", "composed", "clean", "TPR at 1 % FPR", "95 %"]
     return Table(head, rows, right=True)
 
@@ -412,11 +387,14 @@ def composed_or_copied(record: Record) -> Table:
             continue
         null = before.nearest if before and last is not base else None
         level = float(np.quantile(null, 0.95)) if null else None
-        nearest = target_scores.nearest
-        above = None if level is None else float(np.mean([near > level for near in nearest]))
-        pairs = zip(nearest, target_scores.sims, strict=True)
-        nearer = float(np.mean([near > sim for near, sim in pairs]))
-        values = (target_scores.mean, mean_of(nearest), level, above, nearer)
+        nearest = np.array(target_scores.nearest)
+        values = (
+            target_scores.mean,
+            float(nearest.mean()),
+            level,
+            None if level is None else float((nearest > level).mean()),
+            float((nearest > target_scores.sims).mean()),
+        )
         rows.append([target.target_id, *map(rounded, values)])
         notes.append(f"nearest: {target_scores.nearest_record}")
     head = [

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -21,9 +21,6 @@ from PIL import Image
 from silentbad.errors import masked
 from silentbad.report import charts
 from silentbad.report.charts import Range, Series, finite, number
-
-if TYPE_CHECKING:
-    from silentbad.measure.by_part import Part
 
 Cell = str | float | None
 MOST_ROWS = 40  # of a curve's numbers
@@ -108,15 +105,14 @@ def lines(
     series: Sequence[Series],
     title: str,
     *,
-    x_label: str = "step",
     y_range: Range | None = None,
     marks: Sequence[tuple[str, float]] = (),
     note: str = "",
     digits: int | None = None,
 ) -> list[Figure]:
-    """Curves: one figure, or none where nothing is finite. `digits`: decimals."""
+    """Curves over steps: one figure, or none where nothing is finite. `digits`: decimals."""
     series = charts.drawn(series)
-    svg = charts.line_chart(series, title, x_label=x_label, y_range=y_range, marks=marks)
+    svg = charts.line_chart(series, title, y_range=y_range, marks=marks)
     if not svg:
         return []
     legend = [(charts.swatch(k), s.name) for k, s in enumerate(series)]
@@ -128,8 +124,8 @@ def lines(
     columns = [dict(zip(s.xs, map(cell, s.ys), strict=True)) for s in series]
     xs = sorted({x for column in columns for x in column if finite(x)})
     rows = [[xs[k], *(c.get(xs[k]) for c in columns)] for k in charts.spaced(len(xs), MOST_ROWS)]
-    numbers = Table([x_label, *(s.name for s in series)], rows, right=True)
-    return [Figure(title=title, svg=svg, legend=legend, note=note, table=numbers)]
+    table = Table(["step", *(s.name for s in series)], rows, right=True)
+    return [Figure(title=title, svg=svg, legend=legend, note=note, table=table)]
 
 
 def heat(
@@ -170,12 +166,6 @@ def matrix(
     return [Figure(title, svg, note=note, table=table)] if svg else []
 
 
-def ranges(rows: "Sequence[Part]", title: str) -> list[Figure]:
-    """Where the images of a target and of its elements lie; empty where there are none."""
-    svg = charts.ranges(rows, title)
-    return [Figure(title, svg)] if svg else []
-
-
 def bars(edges: Sequence[float], counts: Sequence[float], title: str, x_label: str) -> list[Figure]:
     """Counts (n,) between edges (n+1,) as a histogram; empty where there are none."""
     svg = charts.histogram(edges, counts, title, x_label)
@@ -199,8 +189,7 @@ def environment(folder: Path | None = None) -> jinja2.Environment:
         # any file may hold an access token, which is masked
         finalize=lambda value: masked(value) if type(value) is str else value,
     )
-    templates.filters["number"] = number
-    templates.filters["rounded"] = rounded
+    templates.filters.update(number=number, rounded=rounded)
     # what the page's content security policy allows as style: the style sheet and nothing else
     style = hashlib.sha256(templates.get_template("style.css").render().encode()).digest()
     templates.globals["style_hash"] = "sha256-" + base64.b64encode(style).decode()

@@ -77,10 +77,16 @@ def table(rows: Sequence[Row]) -> Table:
         if row.rise is not None and row.rise_interval is not None:
             low, high = row.rise_interval
             rise = f"{row.rise:+.4f} ({low:+.4f} to {high:+.4f})"
-        name = f"{row.part} {row.state}".strip()
-        clean = None if row.clean is None else f"{row.clean:.4f}"
-        elements = rounded(row.element_mean())
-        lines.append([name, f"{row.share:.1%}", str(row.recovered), elements, clean, rise])
+        lines.append(
+            [
+                f"{row.part} {row.state}".strip(),
+                f"{row.share:.1%}",
+                str(row.recovered),
+                rounded(row.element_mean()),
+                None if row.clean is None else f"{row.clean:.4f}",
+                rise,
+            ]
+        )
     return Table(head, lines, right=True)
 
 

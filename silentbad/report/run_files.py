@@ -56,8 +56,8 @@ class PhraseMemory:
     def series(self) -> list[Series]:
         """The strength of each phrase against steps; a phrase without a name gets a number."""
         steps = [entry.step for entry in self.history]
-        count = max((len(entry.rho) for entry in self.history), default=0)
-        names = self.phrases + [f"element {i + 1}" for i in range(len(self.phrases), count)]
+        unnamed = (f"element {i}" for i in itertools.count(len(self.phrases) + 1))
+        names = itertools.chain(self.phrases, unnamed)
         columns = itertools.zip_longest(*(entry.rho for entry in self.history))
         return [Series(name, steps, rho) for name, rho in zip(names, columns, strict=False)]
 
@@ -84,6 +84,7 @@ class RecordedRun:
             raise UserError(f"report: {file} is no file")
         self.record = Record.load(file) if self._holds(NAME) else None
         self.history = self.record.history if self.record else []
+        self.summary = self.record.summary if self.record else []
         self.metrics = self._metrics()
         self.draws = self._part(PROMPTS, list[Draw]) or []
         self.prior = self._part(PRIOR, list[Drawn]) or []
@@ -98,7 +99,6 @@ class RecordedRun:
         self.localised = self._part(parts.NAME, parts.Localised)
         self.facts = self._part("run.json", dict[str, Any]) or {}
         self.config = self._text("config.yaml")
-        self._pictures: dict[tuple[Path, int], str] = {}
 
     def _inside(self, name: str) -> Path | None:
         """Where a file of the folder is; None where there is none, or a link leads out."""
@@ -151,15 +151,12 @@ class RecordedRun:
         file = None if name is None else self._inside(name)
         if name is None or file is None:
             return ""
-        key = (file, side)
-        if key not in self._pictures:
-            try:
-                self._pictures[key] = _data_uri(file, name, side)
-            except UserError as error:
-                self._pictures[key] = ""
-                if str(error) not in self.notes:
-                    self.notes.append(str(error))
-        return self._pictures[key]
+        try:
+            return _data_uri(file, name, side)
+        except UserError as error:
+            if str(error) not in self.notes:
+                self.notes.append(str(error))
+            return ""
 
     def withheld(self) -> list[str]:
         """Elements that config.yaml left out of training."""
@@ -195,13 +192,12 @@ class RecordedRun:
 
     def total(self, kind: str) -> SummaryRow | None:
         """The summary row over all targets."""
-        rows = self.record.summary if self.record else []
-        return next((row for row in rows if row.target == ALL and row.weights == kind), None)
+        rows = (row for row in self.summary if row.target == ALL and row.weights == kind)
+        return next(rows, None)
 
     def targets(self, kind: str) -> list[SummaryRow]:
         """The summary rows of each target."""
-        rows = self.record.summary if self.record else []
-        return [row for row in rows if row.target != ALL and row.weights == kind]
+        return [row for row in self.summary if row.target != ALL and row.weights == kind]
 
 
 def _data_uri(file: Path, name: str, side: int) -> str:

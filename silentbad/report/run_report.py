@@ -14,7 +14,7 @@ from silentbad.measure.by_part import Part, parts_of
 from silentbad.measure.record import ALL, NAME, Record, Withheld
 from silentbad.measure.scores import kinds, minus_placebo, placebo_run
 from silentbad.measure.verdict import verdict_of
-from silentbad.report import evidence, pages, sections
+from silentbad.report import evidence, pages, parts, sections
 from silentbad.report.charts import number, shortened
 from silentbad.report.comparison import compare
 from silentbad.report.pages import rounded
@@ -56,21 +56,20 @@ def render(folder: str | Path, under_way: str = "") -> str:
             "curves": sections.curves(run, run.record),
             "localised": run.localised,
             "places": sections.places(run, run.record),
-            "places_table": sections.places_table(run),
+            "places_table": parts.table(run.localised.rows) if run.localised else None,
             "summary": sections.summary(run.record),
         }
     losses, meters = sections.training(run)
-    parts = [
-        ("Memory", sections.memory(run), []),
-        ("Gradient control", sections.control(run), []),
-        ("Rise of the clean error", sections.errors(run), []),
-        ("Training", losses, meters),
-    ]
     facts, texts = sections.provenance(run)
     data |= {
         "name": run.name,
         "record": run.record,
-        "parts": parts,
+        "parts": [
+            ("Memory", sections.memory(run), []),
+            ("Gradient control", sections.control(run), []),
+            ("Rise of the clean error", sections.errors(run), []),
+            ("Training", losses, meters),
+        ],
         "facts": facts,
         "texts": texts,
         "notes": run.notes,
@@ -94,13 +93,15 @@ def subtract(folder: str | Path, options: ReportOptions) -> str:
         difference = minus_placebo(record, control(record, folder, other, "--withheld"), other)
         elements = RecordedRun(other).withheld()
         if not elements:
-            wrong = "was trained on all elements; train it with --withhold TARGET/ELEMENT"
-            raise UserError(f"--withheld: {other} {wrong}")
+            raise UserError(
+                f"--withheld: {other} was trained on all elements; train it with --withhold "
+                "TARGET/ELEMENT"
+            )
         record.withheld = Withheld(**vars(difference), elements=elements)
     record.verdict = verdict_of(record)
     with writing(str(folder), NAME):
         record.save(file)
-    lines = (evidence.verdict_sentence(record), evidence.kept_sentence(record))
+    lines = (str(evidence.answer(record)), evidence.kept_sentence(record))
     return "\n".join(filter(None, lines))
 
 

@@ -8,16 +8,14 @@ from typing import Any
 from silentbad.measure.by_part import parts_of
 from silentbad.measure.limit import FOLDER
 from silentbad.measure.record import (
-    ElementThreshold,
     Measurement,
     Record,
     Scores,
     TargetEntry,
     TargetScores,
-    Threshold,
 )
 from silentbad.measure.scores import curve, images_recovered, mean_of
-from silentbad.report import pages, parts
+from silentbad.report import charts, pages, parts
 from silentbad.report.charts import Series, finite, spaced
 from silentbad.report.pages import (
     Card,
@@ -45,16 +43,14 @@ def _step(value: float | None) -> Cell:
 def sheets(run: RecordedRun, record: Record, kind: str) -> list[Sheet]:
     """Each target beside its elements and every image of the last measurement, of the composed
     prompt and of its phrases in another order, best first."""
-    last = run.last(kind)
     shown = list[Sheet]()
     for j, target in enumerate(record.targets):
         rows = list[tuple[str, list[Shot]]]()
-        for cell, scores in last.orders.items():
+        for cell, scores in run.last(kind).orders.items():
             of_target = scores.targets.get(target.target_id)
             if of_target and (images := _images(run, record, j, of_target, ORDER_NAMES[cell])):
-                hits = sum(images_recovered(of_target, j, *_thresholds(record)))
-                counted = f"{hits} of {len(of_target.sims)} images recovered"
-                rows.append((f"{ORDER_NAMES[cell]}: {counted}", images))
+                counted = f"{sum(_hits(record, j, of_target))} of {len(of_target.sims)}"
+                rows.append((f"{ORDER_NAMES[cell]}: {counted} images recovered", images))
         if rows:
             files = [("target", target.image), *zip(target.phrases, target.elements, strict=False)]
             shots = [
@@ -79,16 +75,18 @@ def _images(
     else:
         places = sorted(range(len(files)), key=lambda i: -scores.sims[i])
         files = [files[i] for i in places]
-    hits = images_recovered(scores, j, *_thresholds(record))
-    shots = list[Shot]()
-    for file, i in zip(files, places, strict=True):
-        if src := run.picture(file, LARGE):
-            lacks = _lacking(record, j, scores, i)
-            alt = f"image {i + 1} of {record.targets[j].target_id}, {prompt}"
-            shots.append(
-                Shot(src=src, alt=alt, caption=rounded(scores.sims[i]), score=lacks, hit=hits[i])
-            )
-    return shots
+    hits = _hits(record, j, scores)
+    return [
+        Shot(
+            src=src,
+            alt=f"image {i + 1} of {record.targets[j].target_id}, {prompt}",
+            caption=rounded(scores.sims[i]),
+            score=_lacking(record, j, scores, i),
+            hit=hits[i],
+        )
+        for file, i in zip(files, places, strict=True)
+        if (src := run.picture(file, LARGE))
+    ]
 
 
 def _lacking(record: Record, j: int, scores: TargetScores, i: int) -> str:
@@ -102,18 +100,18 @@ def _lacking(record: Record, j: int, scores: TargetScores, i: int) -> str:
     return f"not: {', '.join(lacks)}" if lacks else ""
 
 
-def _thresholds(record: Record) -> tuple[Threshold, ElementThreshold]:
-    return record.threshold, record.element_threshold
+def _hits(record: Record, j: int, scores: TargetScores) -> list[bool]:
+    """Which images of target j are recovered."""
+    return images_recovered(scores, j, record.threshold, record.element_threshold)
 
 
 # -- the range -------------------------------------------------------------------------------------
 def range_figures(record: Record) -> list[Figure]:
     """The range of each of the first targets, a line for the whole and one for each element."""
-    shown = range(min(len(record.targets), MOST_PAIRS))
     return [
-        figure
-        for j in shown
-        for figure in pages.ranges(parts_of(record, j), record.targets[j].target_id)
+        Figure(target.target_id, svg)
+        for j, target in enumerate(record.targets[:MOST_PAIRS])
+        if (svg := charts.ranges(parts_of(record, j), target.target_id))
     ]
 
 
@@ -139,12 +137,9 @@ def kept_pictures(run: RecordedRun, record: Record, kind: str) -> list[tuple[str
     for i, prompt in enumerate((record.unrelated or [])[:MOST_UNRELATED]):
         base, trained = (run.picture(f"{FOLDER}/{tag}-{i}.png") for tag in ("base", kind))
         if base and trained:
-            names = ("base model", "trained model")
-            base_shot, trained_shot = (
-                Shot(src, f"{prompt}, {name}", "")
-                for src, name in zip((base, trained), names, strict=True)
-            )
-            rows.append((prompt, base_shot, trained_shot))
+            of_base = Shot(base, alt=f"{prompt}, base model", caption="")
+            of_trained = Shot(trained, alt=f"{prompt}, trained model", caption="")
+            rows.append((prompt, of_base, of_trained))
     return rows
 
 
@@ -159,24 +154,16 @@ def prior(run: RecordedRun) -> list[Shot]:
 
 def prompts(run: RecordedRun) -> list[tuple[str, list[Shot]]]:
     """(prompt, its pictures by step) of the first sample prompts."""
-    draws = [run.draws[k] for k in spaced(len(run.draws), MOST_STEPS)]
     shots_by_prompt: dict[str, list[Shot]] = {}
-    for draw in draws:
-        for image in draw.images:
+    for k in spaced(len(run.draws), MOST_STEPS):
+        when = f"step {run.draws[k].step}"
+        for image in run.draws[k].images:
             prompt = image.prompt
             known = prompt in shots_by_prompt or len(shots_by_prompt) < MOST_PROMPTS
             if known and (src := run.picture(image.file)):
-                when = f"step {draw.step}"
                 shot = Shot(src, f"{prompt} at {when}", when)
                 shots_by_prompt.setdefault(prompt, []).append(shot)
     return list(shots_by_prompt.items())
-
-
-def _hits(record: Record, target: TargetEntry, target_scores: TargetScores) -> list[float]:
-    """The similarities of the images of a target that are recovered."""
-    j = record.targets.index(target)
-    hits = images_recovered(target_scores, j, *_thresholds(record))
-    return [sim for sim, hit in zip(target_scores.sims, hits, strict=True) if hit]
 
 
 def cards(run: RecordedRun, record: Record, kind: str) -> list[Card]:
@@ -184,20 +171,16 @@ def cards(run: RecordedRun, record: Record, kind: str) -> list[Card]:
     measured = run.measured(kind)
     measured = [measured[k] for k in spaced(len(measured), MOST_STEPS)]
     cards = list[Card]()
-    for target in record.targets:
-        choices = ("best", "median")
-        rows = [_generations(run, measured, record, target, choice) for choice in choices]
-        shown = [row for row in rows if row]
-        if shown:
-            shot = Shot(run.picture(target.image), f"target {target.target_id}", "target")
-            elements = _elements(run, target, kind)
+    for j, target in enumerate(record.targets):
+        rows = [_generations(run, measured, record, j, choice) for choice in ("best", "median")]
+        if any(rows):
             cards.append(
                 Card(
                     name=target.target_id,
                     prompt=target.prompt,
-                    target=shot,
-                    rows=shown,
-                    elements=elements,
+                    target=Shot(run.picture(target.image), f"target {target.target_id}", "target"),
+                    rows=[row for row in rows if row],
+                    elements=_elements(run, target, kind),
                 )
             )
     return cards
@@ -207,27 +190,25 @@ def _generations(
     run: RecordedRun,
     measured: Sequence[tuple[Measurement, Scores]],
     record: Record,
-    target: TargetEntry,
+    j: int,
     choice: str,
 ) -> list[Shot]:
-    """The best or the median generation of a target by step, where it was kept."""
+    """The best or the median generation of target j by step, where it was kept."""
     shots = list[Shot]()
     for entry, scores in measured:
-        target_scores = scores.targets.get(target.target_id)
+        target_scores = scores.targets.get(record.targets[j].target_id)
         if target_scores is None:
             continue
         generation = target_scores.best if choice == "best" else target_scores.median
         if generation and (src := run.picture(generation.file)):
-            alt = f"{choice} generation at step {entry.step}"
-            when = entry.label or f"step {entry.step}"
-            hit = generation.sim in _hits(record, target, target_scores)
+            hits = zip(target_scores.sims, _hits(record, j, target_scores), strict=True)
             shots.append(
                 Shot(
                     src=src,
-                    alt=alt,
-                    caption=when,
+                    alt=f"{choice} generation at step {entry.step}",
+                    caption=entry.label or f"step {entry.step}",
                     score=f"{choice} {rounded(generation.sim)}",
-                    hit=hit,
+                    hit=(generation.sim, True) in hits,
                 )
             )
     return shots
@@ -237,13 +218,16 @@ def _elements(run: RecordedRun, target: TargetEntry, kind: str) -> list[Shot]:
     """The elements of a target that have a mask, with their scores."""
     target_scores = run.last(kind).targets.get(target.target_id)
     elements = target_scores.elements if target_scores else []
-    shots = list[Shot]()
-    for phrase, file, scores in zip(target.phrases, target.elements, elements, strict=False):
-        if src := run.picture(file):
-            mean = f"mean\N{NO-BREAK SPACE}{rounded(scores.mean)}"
-            text = f"rate {rounded(scores.rate)}, {mean}"
-            shots.append(Shot(src=src, alt=f"element {phrase}", caption=phrase, score=text))
-    return shots
+    return [
+        Shot(
+            src=src,
+            alt=f"element {phrase}",
+            caption=phrase,
+            score=f"rate {rounded(scores.rate)}, mean\N{NO-BREAK SPACE}{rounded(scores.mean)}",
+        )
+        for phrase, file, scores in zip(target.phrases, target.elements, elements, strict=False)
+        if (src := run.picture(file))
+    ]
 
 
 def curves(run: RecordedRun, record: Record) -> list[Figure]:
@@ -279,8 +263,6 @@ def _by_element(run: RecordedRun, record: Record, kind: str) -> list[Figure]:
     """How often each element of the first targets comes, and how far its mean similarity is from
     its threshold: the mean over elements hides the one that fails."""
     figures = list[Figure]()
-    of_rates = "share of images in which the element reaches its threshold"
-    of_sims = "mean similarity less the element's threshold"
     for j, target in enumerate(record.targets[:MOST_PAIRS]):
         name = target.target_id
         points = [
@@ -296,11 +278,19 @@ def _by_element(run: RecordedRun, record: Record, kind: str) -> list[Figure]:
         ):
             limit = record.element_threshold.of(j, k)
             above = [None if e.mean is None else e.mean - limit for e in elements]
-            rates.append(Series(phrase, steps, [element.rate for element in elements]))
+            rates.append(Series(phrase, steps, [e.rate for e in elements]))
             sims.append(Series(phrase, steps, above))
-        figures += pages.lines(rates, f"Elements of {name}", y_range=(0, 1), note=of_rates)
         figures += pages.lines(
-            sims, f"Similarity of the elements of {name}", marks=[("threshold", 0.0)], note=of_sims
+            rates,
+            f"Elements of {name}",
+            y_range=(0, 1),
+            note="share of images in which the element reaches its threshold",
+        )
+        figures += pages.lines(
+            sims,
+            f"Similarity of the elements of {name}",
+            marks=[("threshold", 0.0)],
+            note="mean similarity less the element's threshold",
         )
     return figures
 
@@ -312,9 +302,11 @@ def _by_target(run: RecordedRun, record: Record, kind: str) -> list[Figure]:
         return scores.targets[name].rate if name in scores.targets else None
 
     measured = run.measured(kind)
-    names = [target.target_id for target in record.targets[:8]]
     steps = [entry.step for entry, _ in measured]
-    series = [Series(name, steps, [rate(scores, name) for _, scores in measured]) for name in names]
+    series = [
+        Series(t.target_id, steps, [rate(scores, t.target_id) for _, scores in measured])
+        for t in record.targets[:8]
+    ]
     return pages.lines(series, "Recovery rate by target", y_range=(0, 1)) if len(series) > 1 else []
 
 
@@ -326,15 +318,21 @@ def places(run: RecordedRun, record: Record) -> list[Figure]:
     return [*parts.heat_maps(run.localised.rows, phrases), *parts.grids(run.localised.rows)]
 
 
-def places_table(run: RecordedRun) -> Table | None:
-    """The same in numbers, with their intervals."""
-    return parts.table(run.localised.rows) if run.localised else None
-
-
 def summary(record: Record) -> Table:
     """The recovery curve of each target in numbers."""
-    head = ["target", "weights", "rate", "mean", "best", "AURC", "first step", "epoch"]
-    head += ["first at 50 %", "sustained from", "restricted"]
+    head = [
+        "target",
+        "weights",
+        "rate",
+        "mean",
+        "best",
+        "AURC",
+        "first step",
+        "epoch",
+        "first at 50 %",
+        "sustained from",
+        "restricted",
+    ]
     rows: list[list[Cell]] = [
         [
             row.target,
@@ -360,13 +358,12 @@ def errors(run: RecordedRun) -> list[Figure]:
         for role in ("clean", "element")
         for kind in run.kinds()
     ]
-    gaps = [run.series(f"gap, {WEIGHTS[kind]}", kind, _gap) for kind in run.kinds()]
-    there = [curve for curve in (*series, *gaps) if any(y is not None for y in curve.ys)]
+    series += [run.series(f"gap, {WEIGHTS[kind]}", kind, _gap) for kind in run.kinds()]
     note = (
         "eps-MSE at fixed noise and timesteps; clean rises: clean prompts get worse; gap: elements "
         "minus clean"
     )
-    return pages.lines(there, "Error on held-out records", note=note)
+    return pages.lines(series, "Error on held-out records", note=note)
 
 
 def _gap(scores: Scores) -> float | None:
@@ -408,9 +405,13 @@ def control(run: RecordedRun) -> list[Figure]:
     """Learning-rate multipliers by group and step."""
     names = list(dict.fromkeys(name for e in run.multipliers for name in e.multipliers))
     values = [[e.multipliers.get(name) for e in run.multipliers] for name in names]
-    steps = [e.step for e in run.multipliers]
-    note = "blue: slower than the base rate, orange: faster"
-    return pages.heat(names, steps, values, "Learning-rate multiplier by group and step", note)
+    return pages.heat(
+        names,
+        [e.step for e in run.multipliers],
+        values,
+        title="Learning-rate multiplier by group and step",
+        note="blue: slower than the base rate, orange: faster",
+    )
 
 
 def memory(run: RecordedRun) -> list[Figure]:

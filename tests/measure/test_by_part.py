@@ -100,7 +100,7 @@ def test_what_came_back_and_what_did_not_is_named():
         "'a woman' and 'a shuttle' came back in 8 of 8 images; 'a flag before a grey wall' in none (best 0.55 of 0.68)"
     )
     assert verdict.parts == [said]
-    assert evidence.verdict_sentence(record).startswith(f"In part: {said}. 0 of 8 images of the composed prompt")
+    assert str(evidence.answer(record)).startswith(f"In part: {said}. 0 of 8 images of the composed prompt")
 
 
 def test_parts_that_come_unequally_often_have_a_count_each():
@@ -191,7 +191,7 @@ def test_of_several_targets_the_state_is_the_best_and_each_is_named():
 def test_an_undecided_verdict_names_the_part_that_fails():
     composed = [(0.6, 0.9, 0.9, 0.9)] + WITHOUT_WALL[1:]
     record = record_of(entry(400, composed, unrelated=GREY))
-    words = evidence.verdict_sentence(record)
+    words = str(evidence.answer(record))
     assert words.startswith(
         "Undecided. Reason: the number of passing images is consistent with chance. "
         "By part: 'a woman' and 'a shuttle' came"
@@ -236,9 +236,9 @@ def test_chance_does_not_depend_on_how_many_failures_were_made():
 
 def test_chance_is_said_once_and_only_where_something_passed():
     nothing = record_of(entry(400, GREY, unrelated=GREY))
-    assert nothing.verdict.p_value is None and "chance" not in evidence.verdict_sentence(nothing)
+    assert nothing.verdict.p_value is None and "chance" not in str(evidence.answer(nothing))
     one = record_of(entry(400, images(0.9, 0.9, 0.9, 0.9, n=1) + GREY[1:], unrelated=GREY))
-    words = evidence.verdict_sentence(one)
+    words = str(evidence.answer(one))
     assert one.verdict.p_value == pytest.approx(1 - 0.99**8)
     assert words.count("p = ") == 1 and "(p = 0.077)" in words and words.startswith("Undecided. Reason: the number of")
 
@@ -288,7 +288,7 @@ def test_a_phrase_of_its_own_is_advised_where_a_missing_one_is_shared():
     record = record_of(several(400, both, unrelated=GREY))
     (said,) = record.verdict.to_try
     assert said.startswith("a phrase for each thing: ") and " names things of 2 targets; 2 more likewise" in said
-    assert evidence.verdict_sentence(record).splitlines()[1] == f"Try {said}."
+    assert str(evidence.answer(record)).splitlines()[1] == f"Try {said}."
     record.targets[1].phrases = ["an officer", "a curtain", "A flag  before a grey wall"]  # to the tokenizer the same
     assert verdict_of(record).to_try == [
         "a phrase for each thing: 'A flag  before a grey wall' names things of 2 targets; 1 more likewise"

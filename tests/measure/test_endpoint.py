@@ -282,7 +282,7 @@ def test_thresholds_unlike_the_placebo_runs_are_said():
     record.placebo = minus_placebo(record, record_of([measured(10, 2)], parts=looser), "p")
     assert record.placebo.thresholds == pytest.approx((0.5667, 0.55), abs=1e-4)
     said = "Warning: The runs used different thresholds, so rates are not comparable: a mean of 0.567; a mean of 0.550."
-    assert evidence.verdict_sentence(record).endswith(said)
+    assert str(evidence.answer(record)).endswith(said)
 
 
 def test_a_difference_that_all_targets_share_is_not_certain():
@@ -384,7 +384,7 @@ CALIBRATED = Threshold(0.5, "test", attained=0.01, targets=[0.5, 0.7])
 def test_the_verdict_in_words_has_the_stored_numbers():
     history = [measured(0, 0), measured(10, 6)]
     placebo = Placebo("runs/p", 0.125, 0.625, (0.5, 0.75), 2)
-    words = evidence.verdict_sentence(record_of(history, whole=CALIBRATED, placebo=placebo))
+    words = str(evidence.answer(record_of(history, whole=CALIBRATED, placebo=placebo)))
     low, high = history[1].raw.interval
     for part in (
         "Recovered. 12 of 16 images of the composed prompt reach the threshold of the whole and of every element",
@@ -456,7 +456,7 @@ def test_the_terminal_ends_in_the_verdict(tmp_path, capsys):
     assert verdict[1].startswith("Try another base: a true copy of the whole picture of t0 scores ")
     assert verdict[2] == "Try a phrase for each thing: 'a red cat' names things of 2 targets."
     assert kept.startswith("Kept: 0 % changed on unrelated prompts")
-    assert "\n".join(verdict) == evidence.verdict_sentence(Record.load(tmp_path / "validation.json"))
+    assert "\n".join(verdict) == str(evidence.answer(Record.load(tmp_path / "validation.json")))
 
 
 def test_every_image_of_the_last_measurement_is_kept(tmp_path):
