@@ -199,7 +199,7 @@ def load(config: TrainConfig, accelerator: Accelerator, folder: RunFolder, shard
     parts = pipeline.load_parts(
         config, inputs.schedule, inputs.tokenizer, accelerator.mixed_precision
     )
-    side = pipeline.resolution(parts, config)
+    side = pipeline.resolution(parts, config.resolution)
     drawn = pipeline.drawn_side(parts, config.validation.resolution)
     if drawn != side and (inputs.targets or inputs.prompts or config.validation_prompts):
         warn(

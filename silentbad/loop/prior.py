@@ -155,7 +155,7 @@ def draw_prior(
         settings = ValidationConfig(
             guidance_scale=own.guidance_scale,
             num_inference_steps=own.num_inference_steps,
-            resolution=pipeline.resolution(base, config),
+            resolution=pipeline.resolution(base, config.resolution),
             max_batch=BLOCK,
         )
         sampler = BaseSampler(

@@ -43,24 +43,22 @@ class Components:
 
     def components(self) -> dict[str, Any]:
         """Arguments of the pipeline's class."""
-        image_parts = {
-            "vae": self.vae,
-            self.family.backbone: self.backbone,
-            "scheduler": self.scheduler,
-        }
         return {
             **self.tokenizers,
             **self.text_encoders,
-            **image_parts,
+            "vae": self.vae,
+            self.family.backbone: self.backbone,
+            "scheduler": self.scheduler,
             **self.family.options(self.zero_empty),
         }
 
 
 def check_xformers() -> None:
     """Refuse an xformers that is missing, does not import, or has no kernel that runs here."""
-    instead = "leave it off, PyTorch's scaled_dot_product_attention is the default"
-    key = "enable_xformers_memory_efficient_attention"
-    with user_errors(f"{key}: xformers cannot be used here", instead):
+    with user_errors(
+        "enable_xformers_memory_efficient_attention: xformers cannot be used here",
+        "leave it off, PyTorch's scaled_dot_product_attention is the default",
+    ):
         ops = importlib.import_module("xformers.ops")
         q = torch.zeros(1, 8, 1, 16, device="cuda", dtype=torch.float16)
         ops.memory_efficient_attention(q, q, q)
@@ -72,11 +70,10 @@ def scheduler_settings(config: TrainConfig) -> dict[str, Any]:
     settings = schedule(source, family_for(config))
     if config.prediction_type is not None:
         settings["prediction_type"] = config.prediction_type
-    prediction_type = settings.get("prediction_type", "epsilon")
-    if config.dream_training and prediction_type != "epsilon":
+    predicts = settings.get("prediction_type", "epsilon")
+    if config.dream_training and predicts != "epsilon":
         raise UserError(
-            f"dream_training: works with epsilon prediction only; {source.path} "
-            f"predicts {prediction_type}"
+            f"dream_training: works with epsilon prediction only; {source.path} predicts {predicts}"
         )
     return settings
 
@@ -222,7 +219,7 @@ def load_parts(
         zero_empty=family.zero_empty(index),
     )
     check_fit(source.path, family, backbone, vae, modules, parts.tokenizers)
-    side = resolution(parts, config)
+    side = resolution(parts, config.resolution)
     check_side(side, family, backbone, vae, "resolution")
     check_positions(parts, side, "resolution", source.path)
     if config.enable_xformers_memory_efficient_attention:
@@ -279,12 +276,11 @@ def check_fit(
     for name, encoder in encoders.items():
         part = name.replace("text_encoder", "tokenizer")
         tokenizer = tokenizers[part]
-        vocabulary_size = encoder.config.vocab_size
+        known = encoder.config.vocab_size
         largest = max(tokenizer.get_vocab().values())
-        if largest >= vocabulary_size:
+        if largest >= known:
             raise UserError(
-                f"{path}: {part} numbers tokens up to {largest}, {name} knows "
-                f"{vocabulary_size}, from 0 on"
+                f"{path}: {part} numbers tokens up to {largest}, {name} knows {known}, from 0 on"
             )
         positions = getattr(encoder.config, "max_position_embeddings", None)
         gate.check_tokenizer(tokenizer, positions, f"{path}/{part}")
@@ -313,11 +309,9 @@ def vae_factor(vae: Any) -> int:
     return 2 ** (len(vae.config.block_out_channels) - 1)
 
 
-def resolution(parts: Components, config: TrainConfig) -> int:
-    """Side of the training images: the flag, or the pipeline's own."""
-    if config.resolution is not None:
-        return config.resolution
-    return side_of(parts.backbone) * vae_factor(parts.vae)
+def resolution(parts: Components, asked: int | None) -> int:
+    """Side of images in pixels: the one `asked` for, or the pipeline's own."""
+    return asked or side_of(parts.backbone) * vae_factor(parts.vae)
 
 
 def pipeline(parts: Components) -> Any:
@@ -342,7 +336,7 @@ def with_merged(parts: Components) -> Components:
 
 def drawn_side(parts: Components, asked: int | None) -> int:
     """Side in pixels of drawn images: `validation.resolution`, or the pipeline's own."""
-    side = asked or side_of(parts.backbone) * vae_factor(parts.vae)
+    side = resolution(parts, asked)
     check_side(side, parts.family, parts.backbone, parts.vae, "validation.resolution")
     return side
 
@@ -363,20 +357,17 @@ def draw_images(
     size = size or side_of(backbone) * factor
     shape = (backbone.config.in_channels, size // factor, size // factor)
     numbers = list(range(len(prompts))) if numbers is None else numbers
-    latents = noise(shape, seed, "prompts", 0, numbers)
     pipe.set_progress_bar_config(disable=True)
     training = backbone.training
-    streams = [generator(seed, "prompts-steps", number) for number in numbers]
     backbone.eval()
     try:
-        latents = latents.to(backbone.device)
         denoised = pipe(
             prompts,
-            latents=latents,
+            latents=noise(shape, seed, "prompts", 0, numbers).to(backbone.device),
             num_inference_steps=steps,
             height=size,
             width=size,
-            generator=streams,
+            generator=[generator(seed, "prompts-steps", number) for number in numbers],
             output_type="latent",
             **options,
         ).images
@@ -401,9 +392,9 @@ def whole_parts(parts: Any) -> Any:
     )
 
 
-def load_autoencoder(name: str, dtype: str, device: Any, flag: str = "--pipeline") -> Any:
-    """A pipeline's autoencoder alone; `flag` names it in messages."""
-    source = Source(name, flag)
+def load_autoencoder(name: str, dtype: str, device: Any) -> Any:
+    """The autoencoder alone of the pipeline of --pipeline."""
+    source = Source(name, "--pipeline")
     read_index(source)
     return gate.load_part("vae", AutoencoderKL, source, torch_dtype=getattr(torch, dtype)).to(
         device
@@ -436,8 +427,12 @@ def load_pipeline(
     check_fit(name, family, modules[family.backbone], modules["vae"], encoders, tokenizers)
     with gate.quietly():
         scheduler = scheduler_of(settings)
-    options = family.options(family.zero_empty(index))
-    pipe = family.assemble(**tokenizers, **modules, scheduler=scheduler, **options)
+    pipe = family.assemble(
+        **tokenizers,
+        **modules,
+        scheduler=scheduler,
+        **family.options(family.zero_empty(index)),
+    )
     if lora_path is not None:
         lora.load(pipe, lora_path, name)
     with gate.quietly():  # half precision on a CPU is slow, and is asked for
