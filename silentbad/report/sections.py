@@ -66,15 +66,10 @@ def _images(
     run: RecordedRun, record: Record, j: int, scores: TargetScores, prompt: str
 ) -> list[Shot]:
     """Every image of target j under a kind of `prompt`, best first, each with its similarity and
-    the elements that it lacks. Where the record names no files, the best and the median image."""
+    the elements that it lacks."""
     files = scores.pictures
     if files is None or len(files) != len(scores.sims):
-        kept = [picture for picture in (scores.best, scores.median) if picture is not None]
-        files = [picture.file for picture in kept]
-        places = [scores.sims.index(p.sim) if p.sim in scores.sims else 0 for p in kept]
-    else:
-        places = sorted(range(len(files)), key=lambda i: -scores.sims[i])
-        files = [files[i] for i in places]
+        return []
     hits = _hits(record, j, scores)
     return [
         Shot(
@@ -84,8 +79,8 @@ def _images(
             score=_lacking(record, j, scores, i),
             hit=hits[i],
         )
-        for file, i in zip(files, places, strict=True)
-        if (src := run.picture(file, LARGE))
+        for i in sorted(range(len(files)), key=lambda i: -scores.sims[i])
+        if (src := run.picture(files[i], LARGE))
     ]
 
 

@@ -124,17 +124,6 @@ def test_an_image_names_the_elements_that_it_lacks(run):
     assert second.score == "" and second.hit
 
 
-def test_a_record_from_before_shows_the_best_and_the_median_image(run):
-    record = Record.load(run / "validation.json")
-    last = record.history[-1].raw
-    for scores in (*last.targets.values(), *last.cells["shuffled"].targets.values()):
-        scores.pictures = None
-    (sheet, *_) = sections.sheets(with_history(run, record), record, "raw")
-    ((_, (best, median)),) = sheet.rows
-    kept = record.history[-1].raw.targets["a sandy beach"]
-    assert (best.caption, median.caption) == (f"{kept.best.sim:.2f}", f"{kept.median.sim:.2f}") and best.hit
-
-
 def test_more_targets_than_a_page_opens_with_are_folded(run, monkeypatch):
     monkeypatch.setattr(sections, "MOST_PAIRS", 2)
     text = run_report.render(run)
