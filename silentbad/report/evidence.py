@@ -39,17 +39,16 @@ CONTROLS = {  # cell, or the stem of numbered ones -> (row, what it asks)
 # -- the verdict -----------------------------------------------------------------------------------
 @dataclass
 class Answer:
-    """The verdict in words: a headline, the sentences with its numbers, and what to try."""
+    """The verdict in words: its state, the sentences with its numbers, and what to try."""
 
-    headline: str
     state: str  # RECOVERED, NOT_RECOVERED, IN_PART or UNDECIDED
     sentences: list[str]
     to_try: list[str]
 
     @property
     def opening(self) -> str:
-        """The headline with its punctuation, to begin the sentences."""
-        return f"{self.headline}{':' if self.state == IN_PART else '.'}"
+        """The state with its punctuation, to begin the sentences."""
+        return f"{self.state.capitalize()}{':' if self.state == IN_PART else '.'}"
 
     def __str__(self) -> str:
         """The verdict in one line for a terminal, and what to try in a line each."""
@@ -75,7 +74,6 @@ def answer(record: Record) -> Answer:
         how = f"Training without {', '.join(record.withheld.elements)}"
         sentences += _less(how, record.withheld)
     return Answer(
-        headline=verdict.state.capitalize(),
         state=verdict.state,
         sentences=sentences,
         to_try=[f"Try {advice}." for advice in verdict.to_try or []],
