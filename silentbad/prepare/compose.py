@@ -94,8 +94,7 @@ def element_picture(
     attempt: int = 0,
 ) -> Composed:
     """(picture, mask): the pixels of `source` under `alpha`, before a part of a background."""
-    picture = Image.composite(source, window(background, source.width, draw), alpha)
-    return picture, hard(alpha)
+    return Image.composite(source, window(background, source.width, draw), alpha), hard(alpha)
 
 
 def backdrop_picture(
@@ -116,8 +115,9 @@ class Copies:
     """The targets that no picture of the data may show: the check that training makes."""
 
     def __init__(self, targets: Sequence[Image.Image]):
-        shown = [thumbnail(view) for target in targets for view in views(target)]
-        self.known = np.concatenate([as_floats(thumb) for thumb in shown])
+        self.known = np.concatenate(
+            [as_floats(thumbnail(view)) for target in targets for view in views(target)]
+        )
 
     def shows(self, picture: Image.Image) -> bool:
         """Whether a picture is a near copy of a target."""

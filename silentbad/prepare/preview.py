@@ -15,7 +15,7 @@ from silentbad.data.images import open_image, open_mask, safe_path
 from silentbad.data.schema import json_lines
 from silentbad.errors import UserError, exit_with, user_errors
 from silentbad.files import check_file
-from silentbad.prepare.compose import fit
+from silentbad.prepare.compose import fit, hard
 from silentbad.report import pages
 from silentbad.report.pages import Shot
 from silentbad.settings.commands import PreviewOptions
@@ -37,7 +37,7 @@ def as_seen(image: Image.Image, resolution: int) -> Image.Image:
 def masked(image: Image.Image, mask: Image.Image, resolution: int) -> Image.Image:
     """A picture as training sees it: dimmed where the mask is black, and the mask's outline."""
     picture = as_seen(image, resolution)
-    region = as_seen(mask, resolution).point(lambda level: 255 * (level >= 128))
+    region = hard(as_seen(mask, resolution))
     dimmed = Image.blend(picture, Image.new("RGB", picture.size, "white"), 0.75)
     outline = ImageChops.difference(region.filter(ImageFilter.MaxFilter(3)), region)
     picture = Image.composite(picture, dimmed, region)
@@ -66,8 +66,10 @@ def opened(root: Path, entry: dict, key: str, where: str) -> Image.Image:
 def target_section(root: Path, where: str, target: dict, resolution: int) -> Section:
     """A target with the masks of its elements over it."""
     picture = opened(root, target, "image", where)
-    figures = [shown(picture.resize((SHOWN, SHOWN)), f"{picture.width}x{picture.height}")]
-    figures.append(shown(as_seen(picture, resolution), target.get("prompt") or "as seen"))
+    figures = [
+        shown(picture.resize((SHOWN, SHOWN)), f"{picture.width}x{picture.height}"),
+        shown(as_seen(picture, resolution), target.get("prompt") or "as seen"),
+    ]
     for phrase, file in zip(target.get("phrases", []), target.get("masks") or [], strict=False):
         if file:
             mask = open_mask(safe_path(root, file, where, "masks"), picture.size, where)
@@ -128,8 +130,9 @@ def sheet(root: Path, resolution: int) -> str:
         for where, entry in clean[:CLEAN]
     ]
     sections.append((f"clean: {len(clean)} pictures", figures))
-    data = {"name": root.name, "resolution": resolution, "sections": sections}
-    return pages.render("data.html.j2", data)
+    return pages.render(
+        "data.html.j2", {"name": root.name, "resolution": resolution, "sections": sections}
+    )
 
 
 def is_preview(file: Path) -> bool:

@@ -20,15 +20,11 @@ from silentbad.data.schema import Caption, admit, caption_beside, check_window, 
 from silentbad.errors import UserError, brief, user_errors, warn
 from silentbad.files import append_records, check_folder, check_local, check_writable
 from silentbad.prepare import compose
-from silentbad.prepare.hook import as_mask, load_function
 from silentbad.prepare.preview import is_preview, write_preview
+from silentbad.settings import user_code
 from silentbad.settings.commands import PrepareOptions
 
 LARGEST_SIDE = 512  # largest side of the written pictures, unless --side is given
-NO_UNION = (
-    "two elements have no union (unions show all but one) and are seldom recovered; name and mask "
-    "more things, or train with --memory.rehearsal.name none"
-)
 LOST = 0.05  # share of a thing outside the middle square from which the warning names it
 UNNAMED = "something else"  # the caption of a background without one, beside an element's phrase
 PLAIN = "a photograph"  # the caption of such a background alone
@@ -72,22 +68,17 @@ def prepare(args: PrepareOptions) -> str:
     check_writable(out, "--out", folder=True)
     refuse_inputs_inside(args, out)
     with owned.claimed(out, "data set", key="--out"):
-        summary = _prepare(args, name, out)
+        targets_before, has_clean = check_out(out, name)
+        captioner = load_function(args.captioner, "--captioner") if args.captioner else None
+        plan = read_plan(args, name)
+        all_targets = compose.Copies([plan.target, *targets_before])
+        backgrounds = read_backgrounds(
+            Path(str(args.backgrounds)), all_targets, captioner, plan.target.width
+        )
+        data = Data(args=args, plan=plan, backgrounds=backgrounds, all_targets=all_targets)
+        with user_errors(f"--out: cannot write {out}", "free some space or choose another folder"):
+            records = data.write(out, with_clean=not has_clean)
         write_preview(out, args.resolution)
-    return summary
-
-
-def _prepare(args: PrepareOptions, name: str, out: Path) -> str:
-    targets_before, has_clean = check_out(out, name)
-    captioner = load_function(args.captioner, "--captioner") if args.captioner else None
-    plan = read_plan(args, name)
-    all_targets = compose.Copies([plan.target, *targets_before])
-    backgrounds = read_backgrounds(
-        Path(str(args.backgrounds)), all_targets, captioner, plan.target.width
-    )
-    data = Data(args=args, plan=plan, backgrounds=backgrounds, all_targets=all_targets)
-    with user_errors(f"--out: cannot write {out}", "free some space or choose another folder"):
-        records = data.write(out, with_clean=not has_clean)
     clean = sum(record["role"] == "clean" for record in records)
     return f"{len(records) - clean} element and {clean} clean pictures of target {name!r}"
 
@@ -112,15 +103,17 @@ def check_out(out: Path, name: str) -> tuple[list[Image.Image], bool]:
     records = out / "metadata.jsonl"
     if not (targets.is_file() and records.is_file()):
         if {*os.listdir(out)} - {owned.LOCK}:
-            wrong = "holds files, but no data set of this command"
-            raise UserError(f"--out: {out} {wrong}; choose an empty folder")
+            raise UserError(
+                f"--out: {out} holds files, but no data set of this command; choose an empty folder"
+            )
         return [], False
     has_clean = any(entry.get("role") == "clean" for _, entry in json_lines(records))
     pictures = []
     for where, entry in json_lines(targets):
         if entry.get("target_id") == name:
-            advice = "give another --name, or another --out"
-            raise UserError(f"--out: {where} is target {name!r} already; {advice}")
+            raise UserError(
+                f"--out: {where} is target {name!r} already; give another --name, or another --out"
+            )
         pictures.append(open_image(out / str(entry.get("image")), where))
     prefix = re.escape(name)
     files = rf"targets/{prefix}|masks/{prefix}-\d+(-\d{{3,}})?|images/{prefix}-\d+-\d{{3,}}"
@@ -137,9 +130,13 @@ def check_out(out: Path, name: str) -> tuple[list[Image.Image], bool]:
 
 def refuse_inputs_inside(args: PrepareOptions, out: Path) -> None:
     """Refuse pictures and folders to read that lie in the folder to write."""
-    masks = [("--masks", mask) for mask in args.masks]
-    folders = [("--backgrounds", args.backgrounds), ("--placebo", args.placebo)]
-    for flag, path in [("--target", args.target), *masks, *folders]:
+    inputs = [
+        ("--target", args.target),
+        *(("--masks", mask) for mask in args.masks),
+        ("--backgrounds", args.backgrounds),
+        ("--placebo", args.placebo),
+    ]
+    for flag, path in inputs:
         if path is not None and owned.resolved(out, "--out") in owned.resolved(path, flag).parents:
             raise UserError(f"{flag}: {path} lies in --out {out}, which is written; move it out")
 
@@ -153,9 +150,10 @@ def read_plan(args: PrepareOptions, name: str) -> Plan:
         raise UserError("--phrases: give two or more; a phrase names one element")
     check_phrases(phrases, "--phrases")
     if args.segmenter is None and len(phrases) - len(args.masks) not in (0, 1):
-        needs = f"{len(phrases)} phrases take {len(phrases)} masks"
-        backdrop = f"or {len(phrases) - 1} where the last phrase names the backdrop"
-        raise UserError(f"--masks: {needs}, {backdrop}; got {len(args.masks)}")
+        raise UserError(
+            f"--masks: {len(phrases)} phrases take {len(phrases)} masks, or {len(phrases) - 1} "
+            f"where the last phrase names the backdrop; got {len(args.masks)}"
+        )
     if args.segmenter is not None and args.masks:
         raise UserError("--segmenter: makes the masks; leave --masks out")
     picture = open_image(Path(str(args.target)), "--target")
@@ -168,19 +166,21 @@ def read_plan(args: PrepareOptions, name: str) -> Plan:
     side = args.side or min(LARGEST_SIDE, *picture.size)
     elements = cut(phrases, [compose.fit_mask(mask, side) for mask in masks], side)
     if len(phrases) == 2:
-        warn(f"--phrases: {NO_UNION}")
+        warn(
+            "--phrases: two elements have no union (unions show all but one) and are seldom "
+            "recovered; name and mask more things, or train with --memory.rehearsal.name none"
+        )
     prompt = ", ".join(phrases)
     if args.prompt is not None:
         prompt = admit(args.prompt, Caption, "it", "--prompt")
     check_windows(args.base, phrases, prompt)
-    placebos = read_placebos(Path(args.placebo), phrases, side) if args.placebo else []
     return Plan(
         name=name,
         target=compose.fit(picture, (side, side)),
         elements=elements,
         has_backdrop=len(masks) < len(phrases),
         prompt=prompt,
-        placebos=placebos,
+        placebos=read_placebos(Path(args.placebo), phrases, side) if args.placebo else [],
     )
 
 
@@ -218,7 +218,30 @@ def segmented(path: str, picture: Image.Image, phrases: list[str]) -> list[Image
         returned.pop()
     if lost := [phrase for phrase, mask in zip(phrases, returned, strict=False) if mask is None]:
         raise UserError(f"--segmenter: no mask of {lost[0]!r}; only the last phrase may have none")
-    return [as_mask(mask, picture.size, "--segmenter") for mask in returned]
+    return [as_mask(mask, picture.size) for mask in returned]
+
+
+def load_function(place: str, flag: str) -> Callable[..., Any]:
+    """The user's own function at FILE.py:NAME; its file is run. Raises UserError where there is
+    none."""
+    if not user_code.is_place(place):
+        raise UserError(f"{flag}: must be FILE.py:FUNCTION, such as mine.py:caption, got {place!r}")
+    user_code.check_place(flag, place)
+    return user_code.load(flag, place)
+
+
+def as_mask(value: Any, size: tuple[int, int]) -> Image.Image:
+    """What a segmenter returns as a mask (L): a picture, or an array (H,W) of truth values, of
+    shares in [0,1] or of levels. Raises UserError where it is of another size."""
+    levels = np.asarray(value)
+    if levels.shape != size[::-1]:
+        raise UserError(
+            f"--segmenter: must return a mask of {size[0]}x{size[1]}, "
+            f"got an array of shape {levels.shape}"
+        )
+    if levels.dtype == bool or np.issubdtype(levels.dtype, np.floating):
+        levels = np.clip(levels.astype(float) * 255, 0, 255)
+    return Image.fromarray(levels.astype(np.uint8))
 
 
 def cut(phrases: list[str], alphas: list[Image.Image], side: int) -> list[Element]:
@@ -230,12 +253,17 @@ def cut(phrases: list[str], alphas: list[Image.Image], side: int) -> list[Elemen
         if alpha is not None
     ]
     if len(alphas) < len(phrases):
-        untouched = compose.rest([element.alpha for element in elements], side)
-        backdrop = compose.rest([element.mask for element in elements], side)
-        elements.append(Element(phrases[-1], untouched, backdrop))
+        backdrop = Element(
+            phrase=phrases[-1],
+            alpha=compose.rest([element.alpha for element in elements], side),
+            mask=compose.rest([element.mask for element in elements], side),
+        )
+        elements.append(backdrop)
     if empty := [element.phrase for element in elements if element.mask.getbbox() is None]:
-        middle = "in the middle square of the target, which is all that training sees"
-        raise UserError(f"--masks: nothing of {empty[0]!r} is left {middle}")
+        raise UserError(
+            f"--masks: nothing of {empty[0]!r} is left in the middle square of the target, which "
+            "is all that training sees"
+        )
     return elements
 
 
@@ -273,30 +301,23 @@ def read_placebos(folder: Path, phrases: list[str], side: int) -> list[list[Imag
         named = [folder / str(number), folder / phrase]
         there = [place for place in named if place.is_dir()]
         if not there:
-            both = f"{named[0]} or {named[1]}"
-            raise UserError(f"--placebo: no folder {both}, of others of {phrase!r}")
-        files = pictures_in(there[0], "--placebo")
-        pictures = [open_image(file, "--placebo") for file in files]
+            raise UserError(
+                f"--placebo: no folder {named[0]} or {named[1]}, of others of {phrase!r}"
+            )
+        pictures = [open_image(file, "--placebo") for file in pictures_in(there[0], "--placebo")]
         placebos.append([compose.shrunk(picture, side) for picture in pictures])
     return placebos
 
 
 # ---------------------------------------------------------------- what is written
+@dataclass
 class Data:
     """The pictures and records of one target."""
 
-    def __init__(
-        self,
-        args: PrepareOptions,
-        plan: Plan,
-        backgrounds: list[Picture],
-        all_targets: compose.Copies,
-    ):
-        self.args = args
-        self.plan = plan
-        self.backgrounds = backgrounds
-        self.all_targets = all_targets
-        self.side = plan.target.width
+    args: PrepareOptions
+    plan: Plan
+    backgrounds: list[Picture]
+    all_targets: compose.Copies
 
     def write(self, out: Path, with_clean: bool) -> list[dict]:
         """Write all files and return the records. If it fails, no file is left."""
@@ -338,8 +359,7 @@ class Data:
             self.save(element.mask, out / self.mask_file(k))
             sources = [self.plan.target] if placebos is None else self.fitted(element, placebos[k])
             for i in range(self.args.per_phrase):
-                source = sources[i % len(sources)]
-                records.append(self.write_element(out, k, i, source))
+                records.append(self.write_element(out, k, i, sources[i % len(sources)]))
         if with_clean:
             records += [self.write_clean(out, i) for i in range(self.args.clean)]
         return records
@@ -359,21 +379,18 @@ class Data:
         """Picture i of element k, and its record."""
         plan = self.plan
         element = plan.elements[k]
-        draw = self.draw(plan.name, k, i)
         background = self.backgrounds[(i + k) % len(self.backgrounds)]
         is_backdrop = plan.has_backdrop and k == len(plan.elements) - 1
-        what = f"--masks: {element.phrase!r}"
-        parts = (source, element.alpha, background.image, draw)
-        if is_backdrop:
-            mask_file = f"masks/{plan.name}-{k}-{i:03}.png"
-            composed = partial(compose.backdrop_picture, *parts)
-        else:
-            mask_file = self.mask_file(k)
-            composed = partial(compose.element_picture, *parts)
-        picture, mask = self.all_targets.avoided(composed, what)
+        composer = compose.backdrop_picture if is_backdrop else compose.element_picture
+        picture, mask = self.all_targets.avoided(
+            partial(composer, source, element.alpha, background.image, self.draw(plan.name, k, i)),
+            f"--masks: {element.phrase!r}",
+        )
         file = f"images/{plan.name}-{k}-{i:03}.png"
         self.save(picture, out / file)
+        mask_file = self.mask_file(k)
         if is_backdrop:
+            mask_file = f"masks/{plan.name}-{k}-{i:03}.png"
             self.save(mask, out / mask_file)
         return {
             "file_name": file,
@@ -387,10 +404,10 @@ class Data:
 
     def write_clean(self, out: Path, i: int) -> dict:
         """Clean picture i, a part of a background, and its record."""
-        draw = self.draw("clean", i)
         background = self.backgrounds[i % len(self.backgrounds)]
         file = f"images/clean-{i:03}.png"
-        self.save(compose.window(background.image, self.side, draw), out / file)
+        picture = compose.window(background.image, self.plan.target.width, self.draw("clean", i))
+        self.save(picture, out / file)
         return {"file_name": file, "text": background.caption or PLAIN, "role": "clean"}
 
     def mask_file(self, k: int) -> str:
