@@ -4,6 +4,7 @@ must distinguish their phrases, and each mask must cover one thing."""
 import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageChops
@@ -49,11 +50,12 @@ def cut_apart(
     unless `slight` is set. `rest`: the area outside all masks is the backdrop, so each mask is of a
     thing. Raises UserError where masks are the same, of nearly everything, inverted, or all
     covered."""
-    for fault in faults(phrases, masks, rest):
+    regions = regions_of(phrases, masks)
+    for fault in faults(regions, rest):
         raise UserError(f"{where}: {fault}")
-    for line in overlaps(phrases, masks):
+    for line in overlaps(regions):
         warn(f"{where}: {line}; the earlier phrase has the pixels")
-    for line in alone_around(phrases, masks):
+    for line in alone_around(regions):
         warn(f"{where}: {line}")
     apart: list[Image.Image | None] = []
     before: list[np.ndarray] = []
@@ -68,12 +70,11 @@ def cut_apart(
     return apart
 
 
-def faults(phrases: Sequence[str], masks: Masks, rest: bool = False) -> Iterator[str]:
+def faults(regions: Regions, rest: bool) -> Iterator[str]:
     """What is wrong with the masks of one picture; `rest`: each is of a thing."""
-    regions = regions_of(phrases, masks)
     yield from same(regions)
     yield from around_twice(regions)
-    taken = np.zeros_like(next(iter(regions.values()), np.zeros((1, 1), bool)))
+    taken: Any = np.False_
     before: dict[str, np.ndarray] = {}
     for name, covered in regions.items():
         nested = [other for other in before if shared(before[other], covered) > NESTED]
@@ -110,21 +111,18 @@ def same(regions: Regions) -> Iterator[str]:
             yield f"the masks of {name} and {other} are the same; give each thing its own"
 
 
-def overlaps(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
+def overlaps(regions: Regions) -> Iterator[str]:
     """A line on each pair of masks of which one lies in the other, partly or wholly."""
-    regions = [None if mask is None else region(mask) for mask in masks]
-    for k, covered in enumerate(regions):
-        for j, other in enumerate(regions[:k]):
-            if covered is not None and other is not None and shared(other, covered) > NESTED:
-                yield (
-                    f"{brief(phrases[k])} shares {shared(other, covered):.0%} of the smaller one "
-                    f"with the mask of {brief(phrases[j])}"
-                )
+    for (name, covered), (later, other) in combinations(regions.items(), 2):
+        if shared(covered, other) > NESTED:
+            yield (
+                f"{later} shares {shared(covered, other):.0%} of the smaller one with the mask of "
+                f"{name}"
+            )
 
 
-def alone_around(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
+def alone_around(regions: Regions) -> Iterator[str]:
     """A line on a picture's only mask if it surrounds something, as an inverted mask does."""
-    regions = regions_of(phrases, masks)
     for name, covered in regions.items() if len(regions) == 1 else ():
         if surrounds(covered) and not covered.all():
             yield (
@@ -135,8 +133,11 @@ def alone_around(phrases: Sequence[str], masks: Masks) -> Iterator[str]:
 
 def regions_of(phrases: Sequence[str], masks: Masks) -> Regions:
     """Where each mask (H,W) is white, by phrase; without those that are None."""
-    named = zip(map(brief, phrases), masks, strict=False)
-    return {name: region(mask) for name, mask in named if mask is not None}
+    return {
+        brief(phrase): region(mask)
+        for phrase, mask in zip(phrases, masks, strict=False)
+        if mask is not None
+    }
 
 
 def region(mask: Image.Image) -> np.ndarray:
