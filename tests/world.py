@@ -155,10 +155,7 @@ def taken(made):
 
 def bank_of(n):
     g = torch.Generator().manual_seed(0)
-    return [
-        probes.Element(torch.randn(2, 4, 8, 8, generator=g), torch.ones(2, 1, 8, 8), ["x", "y"], [0, 1])
-        for _ in range(n)
-    ]
+    return [probes.Element(torch.randn(2, 4, 8, 8, generator=g), torch.ones(2, 1, 8, 8), ["x", "y"]) for _ in range(n)]
 
 
 def masked(memory):

@@ -88,9 +88,6 @@ class DataInfo:
         """The element of each sample of a batch, n for none; does not wait for the device."""
         return [self.index.get(key, len(self.keys)) for key in self.keys_of(batch)]
 
-    def __len__(self) -> int:
-        return len(self.roles)
-
 
 def capped(q: np.ndarray, cap: float) -> np.ndarray:
     """Normalise q to sum 1, no entry above cap/n; the excess goes to the others."""

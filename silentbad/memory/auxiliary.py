@@ -66,15 +66,13 @@ class SelfDistillation:
         if not rows:
             return None
         index = torch.tensor(rows).to(now.noisy_latents.device, non_blocking=True)
-        texts = [now.batch["text"][r] for r in rows]
         with torch.no_grad():
-            sizes = now.batch["time_ids"][index]
             before = now.predict(
                 now.noisy_latents[index],
                 now.timesteps[index],
-                texts,
+                [now.batch["text"][r] for r in rows],
                 model=self.teacher,
-                time_ids=sizes,
+                time_ids=now.batch["time_ids"][index],
             )
         return F.mse_loss(now.model_pred[index].float(), before) * (len(rows) / len(now.timesteps))
 
@@ -134,7 +132,6 @@ class Teacher:
             weight = next(unet.parameters())
             dtype = weight.dtype if weight.device.type == "cpu" else torch.bfloat16
         self.dtype = dtype
-        self.config = getattr(unet, "config", None)
         self.trained = [name for name, p in unet.named_parameters() if p.requires_grad]
         shared = {id(p): p for p in unet.parameters() if not p.requires_grad and p.dtype == dtype}
         self.unet = copy.deepcopy(unet, shared)
@@ -147,9 +144,7 @@ class Teacher:
 
     @torch.no_grad()
     def refresh(self, unet: torch.nn.Module) -> None:
-        current = dict(unet.named_parameters())
-        for name, copy_of in self.state_dict().items():
-            copy_of.copy_(current[name])
+        self.load_state_dict(dict(unet.named_parameters()))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The parameters that follow the trained ones."""

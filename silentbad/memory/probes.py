@@ -21,13 +21,12 @@ from silentbad.model.diffusion import prediction_target
 @dataclass
 class Element:
     """The data that a probe of one element needs: latents (m,C,h,w), masks (m,1,h,w) in [0,1] or
-    None, captions (m), rows (m); `estimated` (1,H,W) is the mask estimated at the pixels, where
-    none was given."""
+    None, captions (m); `estimated` (1,H,W) is the mask estimated at the pixels, where none was
+    given."""
 
     latents: torch.Tensor
     masks: torch.Tensor | None
     texts: list[str]
-    rows: list[int]
     estimated: torch.Tensor | None = None
 
 
@@ -203,7 +202,6 @@ def build_bank(
                 latents=latents,
                 masks=masks,
                 texts=batch["text"],
-                rows=rows[:count],
                 estimated=estimated,
             )
         )
@@ -212,8 +210,11 @@ def build_bank(
 
 def mask_images(bank: list[Element]) -> dict[int, Image.Image]:
     """{element: its estimated mask as a picture}, of the elements that have one."""
-    masks = {i: element.estimated for i, element in enumerate(bank)}
-    return {i: mask_to_image(mask) for i, mask in masks.items() if mask is not None}
+    return {
+        i: mask_to_image(element.estimated)
+        for i, element in enumerate(bank)
+        if element.estimated is not None
+    }
 
 
 def mask_table(bank: list[Element]) -> torch.Tensor:

@@ -52,8 +52,6 @@ def test_and_target_equals_the_gaussian_closed_form():
 def distiller(**options):
     world = World()
     memory = masked(phrase_memory(n=5))
-    for i, element in enumerate(memory.bank):
-        element.rows = [int(r) for r in world.info.rows[i][:2]]
     return and_distillation.AndDistillation(tiny_unet(), facts_of(memory, world), **options), memory
 
 

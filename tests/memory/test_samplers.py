@@ -29,14 +29,14 @@ def test_uniform_shows_every_record_once():
     info = World().info
     q = mr.uniform(np.zeros((0, 5)), np.asarray([len(r) for r in info.rows]), 0)
     for epoch in range(5):
-        assert np.array_equal(np.sort(epoch_order(info, q, 0, epoch, None)), np.arange(len(info)))
+        assert np.array_equal(np.sort(epoch_order(info, q, 0, epoch, None)), np.arange(len(info.roles)))
 
 
 def test_clean_records_are_taken_in_turn_across_epochs():
     info = World(per_element=1, clean=7).info
     q = np.full(5, 0.2)
     seen = np.concatenate([epoch_order(info, q, 0, e, 0.6) for e in range(7)])
-    counts = np.bincount(seen[info.roles[seen] == "clean"], minlength=len(info))[-7:]
+    counts = np.bincount(seen[info.roles[seen] == "clean"], minlength=len(info.roles))[-7:]
     assert counts.tolist() == [3] * 7
 
 
