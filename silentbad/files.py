@@ -183,8 +183,6 @@ def check_writable(path: Path, key: str, folder: bool = False) -> None:
     creates nothing.
 
     Raises UserError, which begins with `key`."""
-    if not str(path) or "\0" in str(path):
-        raise UserError(f"{key}: is not a file name: {str(path)!r}")
     place = os.path.realpath(path)
     if os.path.lexists(place) and not (os.path.isdir(place) or os.path.isfile(place) or folder):
         raise UserError(f"{key}: {path} is not a regular file, so it cannot hold the result")
@@ -194,8 +192,6 @@ def check_writable(path: Path, key: str, folder: bool = False) -> None:
         )
     existing = place
     while not os.path.lexists(existing):
-        if len(os.fsencode(os.path.basename(existing))) > 255:
-            raise UserError(f"{key}: cannot write {path} (File name too long)")
         existing = os.path.dirname(existing)
     if existing != place and not os.path.isdir(existing):
         raise UserError(f"{key}: cannot write {path} ({existing} is no folder)")
