@@ -15,7 +15,7 @@ from silentbad.settings.layers import ADAPTED_GROUPS, EVERY_GROUP, check_pattern
 from silentbad.settings.memory import check_memory
 from silentbad.settings.optimizer_facts import check_optimizer, read_optimizer
 from silentbad.settings.registries import Offered, from_source
-from silentbad.settings.rules import FACTS, Facts, check_rules, meanings, put
+from silentbad.settings.rules import FACTS, Facts, check_rules, meanings, put, value_of
 from silentbad.settings.train import KIND, REPLACED, WRITTEN, TrainConfig
 from silentbad.settings.types import check_options, check_values
 from silentbad.settings.validation import check_files, target_file
@@ -35,8 +35,12 @@ SCALE_RULES = "gradient_control:SCALE_RULES"
 
 def memory_registries() -> dict:
     """What the slots of `memory` may name, read from the sources."""
-    keys = {slot: f"memory.{slot}" if "." in slot else f"memory.{slot}.name" for slot in MEMORY}
-    return {slot: Offered(from_source(MEMORY[slot]), key) for slot, key in keys.items()}
+    return {
+        slot: Offered(
+            from_source(place), f"memory.{slot}" if "." in slot else f"memory.{slot}.name"
+        )
+        for slot, place in MEMORY.items()
+    }
 
 
 def check(config: TrainConfig, sources: dict[str, str]) -> None:
@@ -99,8 +103,8 @@ def check_numbers(config: TrainConfig) -> None:
 
 def check_names(config: TrainConfig) -> None:
     """Refuse unknown rules, samplers, losses, hooks and layers, and options they do not take."""
-    rules = Offered(from_source(SCALE_RULES), "gradient_control.name")
     check_hooks(config)
+    rules = Offered(from_source(SCALE_RULES), "gradient_control.name")
     check_control(config.gradient_control, rules)
     check_memory(config.memory, memory_registries())
     check_patterns("lora.targets", config.lora.targets, ADAPTED_GROUPS, "any that adapters fit")
@@ -116,10 +120,9 @@ def check_hooks(config: TrainConfig) -> None:
             raise UserError(f"hook_options: {place} is none of the hooks")
         if not isinstance(values, dict):
             raise UserError(f"hook_options: {place}: must be option: value pairs")
-    registry = Offered({}, "hooks")
     for place in filter(user_code.is_place, config.hooks):
         values = config.hook_options.get(place, {})
-        check_options("hooks", registry, place, values, key="hook_options")
+        check_options("hooks", Offered({}, "hooks"), place, values, key="hook_options")
 
 
 def check_inputs(config: TrainConfig) -> None:
@@ -127,16 +130,13 @@ def check_inputs(config: TrainConfig) -> None:
     check_folder("train_data_dir", config.train_data_dir)
     check_folder("clean_data_dir", config.clean_data_dir)
     check_local("pretrained_model_name_or_path", config.pretrained_model_name_or_path)
-    check_file("sample_prompts", config.sample_prompts, "it holds one prompt a line")
-    own_prompts = config.prior_preservation.prompts
-    check_file("prior_preservation.prompts", own_prompts, "it holds one prompt a line")
+    for key in ("sample_prompts", "prior_preservation.prompts"):
+        check_file(key, value_of(config, key), "it holds one prompt a line")
     if config.validation.targets is not None:
         check_files(config.validation)
     asked = config.resume_from_checkpoint
-    if asked is not None and asked != "latest":
-        here = Path(config.output_dir) / "checkpoints" / asked
-        if not here.exists():
-            check_folder("resume_from_checkpoint", asked, "give a step-N folder, or latest")
+    if asked and asked != "latest" and not Path(config.output_dir, "checkpoints", asked).exists():
+        check_folder("resume_from_checkpoint", asked, "give a step-N folder, or latest")
     # a resume is checked later, by its checkpoint; a stamped folder is new
     if not (asked or config.stamp_output_dir or config.print_groups):
         check_output(config)
@@ -166,8 +166,9 @@ def runs_files(config: TrainConfig) -> list[Path]:
 
 def with_base(config: TrainConfig) -> TrainConfig:
     """The configuration with the path of the bundled pipeline, found from any current folder."""
-    base = bundled(config.pretrained_model_name_or_path)
-    return replace(config, pretrained_model_name_or_path=base)
+    return replace(
+        config, pretrained_model_name_or_path=bundled(config.pretrained_model_name_or_path)
+    )
 
 
 def merged(config: TrainConfig) -> TrainConfig:

@@ -1,6 +1,7 @@
 """The settings of gradient control; gradient_control.py explains them."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
@@ -19,10 +20,8 @@ from silentbad.settings.types import (
     parse_combination,
 )
 
-
-def of_rule(default: Any, help: str = "") -> Any:
-    """An option that has an effect with a rule other than `uniform`."""
-    return option(default, help, needs="gradient_control.name", idle="said")
+# an option that has an effect with a rule other than `uniform`
+of_rule = partial(option, needs="gradient_control.name", idle="said")
 
 
 @dataclass

@@ -10,7 +10,7 @@ PUBLISHED = "SilentBadDiffusion"
 
 def published(default: Any, help: str) -> Any:
     """A flag of the published layout, by its published name."""
-    return flag(default, f"published layout: {help}", PUBLISHED, needs="LAYOUT")
+    return flag(default, f"published layout: {help}", source=PUBLISHED, needs="LAYOUT")
 
 
 @dataclass

@@ -2,7 +2,7 @@
 among them: which layers train, and which get adapters. silentbad/model/groups.py finds the group of
 a parameter."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 
 from silentbad.errors import UserError, brief
@@ -27,18 +27,17 @@ ADAPTED_GROUPS = [g for g in STAGED if not g.endswith((".norm", ".embed"))]  # w
 LEFT_OUT = "!"  # begins a pattern that leaves layers out
 
 
-def chosen(patterns: Iterable[str], group: str) -> bool:
+def chosen(patterns: Collection[str], group: str) -> bool:
     """Whether the patterns choose the group stage.role: by role ("attn", "xattn.v"), stage ("mid",
     "up*") or both ("up1.ff"). A pattern also matches the groups below it: "mid.attn" is mid.attn.q,
     k, v and o. "!sampler" leaves out the groups that it matches; alone it chooses all others."""
-    patterns = list(patterns)
     left_out = [p.removeprefix(LEFT_OUT) for p in patterns if p.startswith(LEFT_OUT)]
     wanted = [p for p in patterns if not p.startswith(LEFT_OUT)]
     is_wanted = names_group(wanted, group) if wanted else bool(left_out)
     return is_wanted and not names_group(left_out, group)
 
 
-def names_group(patterns: Iterable[str], group: str) -> bool:
+def names_group(patterns: Collection[str], group: str) -> bool:
     """Whether one of these patterns, none with a "!", names the group."""
     names = (group, group.partition(".")[2])
     return any(
@@ -63,19 +62,17 @@ def narrowed(
     messages. Raises UserError where a pattern chooses nothing, a component has nothing left, or
     everything is chosen."""
     groups = {name: sorted(set(part.values())) for name, part in layers.items()}
+    every_group = [group for of_component in groups.values() for group in of_component]
     wanted = [pattern for pattern in patterns if not pattern.startswith(LEFT_OUT)]
     for pattern in wanted:  # a model may lack what is left out, as SD 3 lacks a sampler
-        refuse_unmatched(
-            "train_layers", pattern, [group for names in groups.values() for group in names], could
-        )
+        refuse_unmatched("train_layers", pattern, every_group, could)
     for name, of_component in groups.items():
         if not any(chosen(patterns, group) for group in of_component):
             more = ", or leave out train_text_encoder" if name.startswith("text_encoder") else ""
-            all_patterns = " ".join(patterns)
             raise UserError(
-                f"train_layers: {all_patterns} names nothing of {name}; name a layer of it{more}"
+                f"train_layers: {' '.join(patterns)} names nothing of {name}; "
+                f"name a layer of it{more}"
             )
-    every_group = [group for of_component in groups.values() for group in of_component]
     if wanted and all(chosen(patterns, group) for group in every_group):
         raise UserError(
             f"train_layers: {' '.join(patterns)} names every layer of {could}; leave it out"
@@ -86,9 +83,8 @@ def narrowed(
     }
 
 
-def refuse_unmatched(key: str, pattern: str, groups: Iterable[str], could: str) -> None:
+def refuse_unmatched(key: str, pattern: str, groups: Collection[str], could: str) -> None:
     """Refuse a pattern that names none of these groups, and name the nearest that does."""
-    groups = list(groups)
     pattern = pattern.removeprefix(LEFT_OUT)
     if any(names_group([pattern], group) for group in groups):
         return

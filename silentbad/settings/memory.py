@@ -1,6 +1,7 @@
 """The settings of memory reinforcement; memory_reinforce.py explains them."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from silentbad.settings.types import (
@@ -84,9 +85,7 @@ class LossConfig(Part):
     dream: NotNegative | None = option(None, "detail preservation of DREAM (2312.00210); None: off")
 
 
-def of_probes(default: Any, help: str) -> Any:
-    """An option of the probes; a file may set it for a run without probes, with a warning."""
-    return option(default, help, needs="memory.phrase_memory.enabled", idle="said")
+of_probes = partial(option, needs="memory.phrase_memory.enabled", idle="said")
 
 
 @dataclass
@@ -129,14 +128,20 @@ def by_role(memory: MemoryConfig) -> dict[str, RoleConfig]:
 
 def dropout(memory: MemoryConfig) -> dict[str, float]:
     """The share of exposures without a caption, of the roles that have one."""
-    shares = {role: settings.caption_dropout for role, settings in by_role(memory).items()}
-    return {role: share for role, share in shares.items() if share}
+    return {
+        role: settings.caption_dropout
+        for role, settings in by_role(memory).items()
+        if settings.caption_dropout
+    }
 
 
 def policies(memory: MemoryConfig) -> dict[str, Part]:
     """{role: timestep policy}, for the roles that have a policy of their own."""
-    parts = {role: settings.timesteps for role, settings in by_role(memory).items()}
-    return {role: part for role, part in parts.items() if part.name != SAME}
+    return {
+        role: settings.timesteps
+        for role, settings in by_role(memory).items()
+        if settings.timesteps.name != SAME
+    }
 
 
 def check_memory(memory: MemoryConfig, registries: dict[str, Registry]) -> None:

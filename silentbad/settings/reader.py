@@ -111,7 +111,7 @@ def parse(
         return config, entries.sources
     answers: dict[str, Callable[[], str]] = {
         "help": lambda: help_text(cls, about or ""),
-        "print_config": lambda: dump(config),
+        "print_config": lambda: dumped(to_dict(config)),
         "print_config=skip_default": lambda: dumped(changed(to_dict(config), to_dict(cls()))),
     }
     if asked not in answers:
@@ -152,8 +152,8 @@ def built(default: Any, entries: "Entries", prefix: str) -> Any:
             try:
                 changes[field.name] = validated(value, hints[field.name])
             except ValueError as wrong:
-                line = refusal(key, str(wrong), value)
-                raise UserError(with_source(line, entries.sources)) from None
+                line = with_source(refusal(key, str(wrong), value), entries.sources)
+                raise UserError(line) from None
     return dataclasses.replace(default, **changes)
 
 
@@ -398,8 +398,9 @@ def from_yaml(word: str) -> Any:
 # ---------------------------------------------------------------- what is shown
 def to_dict(config: Any) -> dict[str, Any]:
     """The resolved settings as plain values, secrets left out."""
-    values = dataclasses.asdict(config)
-    return {key: value for key, value in values.items() if key not in NEVER_SAVED}
+    return {
+        key: value for key, value in dataclasses.asdict(config).items() if key not in NEVER_SAVED
+    }
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -409,11 +410,6 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         part = isinstance(value, dict) and key not in ("options", "weights", "optimizer_options")
         items |= flat(value, f"{prefix}{key}.") if part else {prefix + key: value}
     return items
-
-
-def dump(config: Any) -> str:
-    """YAML that `--config` reads back to the same settings (secrets left out)."""
-    return dumped(to_dict(config))
 
 
 def changed(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:

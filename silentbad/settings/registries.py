@@ -136,7 +136,7 @@ class Offered(dict[str, Mapping[str, Option]]):
         return super().__contains__(name) or user_code.is_place(str(name))
 
     def __missing__(self, place: str) -> Mapping[str, Option]:
-        return options_at(self.key, place)
+        return _options(definition_at(self.key, place))
 
 
 @dataclass(frozen=True)
@@ -304,11 +304,6 @@ def from_source(place: str) -> Mapping[str, Mapping[str, Option]]:
     assert module is not None, f"no module {dotted}"
     entries = module.entries(ast.parse(expression, mode="eval").body)
     return {name: _options(where.definition(value)) for name, (where, value) in entries.items()}
-
-
-def options_at(key: str, place: str) -> Mapping[str, Option]:
-    """The options of a user's own part, PATH.py:NAME; `key` names it in messages."""
-    return _options(definition_at(key, place))
 
 
 def definition_at(key: str, place: str) -> Definition | None:

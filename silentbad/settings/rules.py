@@ -399,8 +399,9 @@ def check_measurement(validation: "ValidationConfig", facts: Facts, prefix: str)
     config = SimpleNamespace(validation=validation)
     default = SimpleNamespace(validation=type(validation)())
     for a, b, why in broken(OF_MEASUREMENT, config, default, facts):
-        key = a.about.removeprefix("validation.")
-        raise UserError(f"{prefix}{key}: {why.format(**_words(config, a, b))}")
+        raise UserError(
+            f"{prefix}{a.about.removeprefix('validation.')}: {why.format(**_words(config, a, b))}"
+        )
 
 
 def _words(config: Any, a: Condition, b: Condition) -> dict[str, Any]:
@@ -441,8 +442,9 @@ def check_needs(
         if any(condition.holds(config, default, facts) is not False for condition in conditions):
             continue
         needed = " or ".join(condition.words for condition in conditions)
-        where = sources.get(key, "default")
-        line = f"{key} ({where}): needs {needed}, without which it has no effect"
+        line = (
+            f"{key} ({sources.get(key, 'default')}): needs {needed}, without which it has no effect"
+        )
         if as_flag or idle == "refused":
             raise UserError(line)
         if idle == "said" and key in sources:

@@ -4,6 +4,7 @@ Each flag carries its type and range, and what it needs; `silentbad.settings.che
 that cannot work together."""
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
@@ -68,9 +69,7 @@ REPLACED = (  # by a run that resumes
 )
 
 
-def of_lora(default: Any, help: str) -> Any:
-    """An option of adapters."""
-    return ours(default, help, needs="lora.rank")
+of_lora = partial(ours, needs="lora.rank")
 
 
 @dataclass
@@ -96,9 +95,7 @@ class LoraSettings:
     )
 
 
-def of_prior(default: Any, help: str) -> Any:
-    """An option of the base's own pictures."""
-    return ours(default, help, needs="prior_preservation.num_images")
+of_prior = partial(ours, needs="prior_preservation.num_images")
 
 
 @dataclass
@@ -195,7 +192,7 @@ class TrainConfig(DataSettings):
     alpha_as_mask: bool = flag(
         False,
         "a picture's opaque part is its mask, where parts are transparent and it has no mask",
-        KOHYA,
+        source=KOHYA,
     )
     allow_target_images: bool = ours(False, "let records train that equal a target image")
     cache_mb: Natural = ours(
@@ -237,7 +234,7 @@ class TrainConfig(DataSettings):
     checkpoints_total_limit: Count | None = flag(3, "checkpoints kept; all when unset")
     resume_from_checkpoint: Location | None = flag(None, "a checkpoint folder anywhere, or latest")
     save_ckpt_epoch_interval: Count | None = flag(
-        None, "save a pipeline every so many epochs", PUBLISHED
+        None, "save a pipeline every so many epochs", source=PUBLISHED
     )
     save_best: bool = ours(
         False, "keep the best validated pipeline in best/", needs="validation.targets"
@@ -328,7 +325,7 @@ class TrainConfig(DataSettings):
     sample_prompts: Location | None = flag(
         None,
         "text file of prompts to draw at each validation, one a line",
-        KOHYA,
+        source=KOHYA,
     )
     validation_epochs: Count = flag(5, "epochs between those", needs="validation_prompts")
     push_to_hub: bool = flag(False, "upload the final pipeline")

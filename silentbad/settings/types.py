@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,16 +47,9 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def flag(
-    default: Any, help: str, source: str = "diffusers", *, needs: str = "", idle: str = "refused"
-) -> Any:
-    """A flat training flag: an option that says where its name comes from."""
-    return option(default, help, needs=needs, idle=idle, source=source)
-
-
-def ours(default: Any, help: str, *, needs: str = "", idle: str = "refused") -> Any:
-    """A flag whose name is this project's."""
-    return option(default, help, needs=needs, idle=idle, source="here")
+# flat training flags, which say where their names come from
+flag = partial(option, source="diffusers")
+ours = partial(option, source="here")
 
 
 # ---------------------------------------------------------------- what else a value must be
@@ -149,8 +142,8 @@ def validated_file(file: Path, kind: Any) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
-        otherwise = first["msg"].replace("Input should be", "must be")
-        raise UserError(f"{place} {_in_words(first, otherwise)}") from None
+        wrong = _in_words(first, first["msg"].replace("Input should be", "must be"))
+        raise UserError(f"{place} {wrong}") from None
 
 
 def problem(value: Any, hint: Any) -> str | None:
@@ -234,17 +227,20 @@ def check_values(config: Any, prefix: str = "") -> None:
             raise UserError(refusal(key, wrong, value))
 
 
-def refusal(key: str, wrong: str, value: Any, where: str = "") -> str:
+def refusal(key: str, wrong: str, value: Any) -> str:
     """The error line on a value that its key does not accept."""
     got = "" if key in NEVER_SAVED else f", got {'null' if value is None else brief(value)}"
-    return f"{key}{where and f' ({where})'}: {wrong}{got}"
+    return f"{key}: {wrong}{got}"
 
 
 def changed_fields(config: Any) -> list[str]:
     """The fields of a dataclass that are not at their defaults."""
     default = type(config)()
-    names = [field.name for field in dataclasses.fields(config)]
-    return [name for name in names if getattr(config, name) != getattr(default, name)]
+    return [
+        field.name
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != getattr(default, field.name)
+    ]
 
 
 # ---------------------------------------------------------------- options of registered functions
@@ -270,10 +266,10 @@ def options_of(entry: Callable[..., Any] | Mapping[str, Option]) -> Mapping[str,
         return entry
     annotated = entry.__init__ if inspect.isclass(entry) else entry
     hints = typing.get_type_hints(annotated, include_extras=True)
-    empty = inspect.Parameter.empty
     return {
         name: Option(
-            hints.get(name, Any), MISSING if parameter.default is empty else parameter.default
+            hints.get(name, Any),
+            MISSING if parameter.default is parameter.empty else parameter.default,
         )
         for name, parameter in inspect.signature(entry).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
@@ -295,8 +291,10 @@ def check_options(
                 f"{key}: {brief(option)} has no effect without {kind}.name, which is none"
             )
         if option not in options:
-            near = nearest(str(option), options)
-            raise UserError(f"{key}: {name}: unknown option {brief(option)}{near or ';'} {takes}")
+            raise UserError(
+                f"{key}: {name}: unknown option {brief(option)}"
+                f"{nearest(str(option), options) or ';'} {takes}"
+            )
         wrong = problem(value, options[option].hint)
         if wrong is not None:
             raise UserError(f"{key}: {name}: option {option!r} {wrong}, got {brief(value)}")

@@ -120,17 +120,17 @@ def _run(key: str, file: Path, source: bytes, digest: str) -> ModuleType:
         exec(compile(source, str(file), "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
-        line = _line_of(error, str(file))
         raise UserError(
-            f"{key}: {file}{line} does not run ({type(error).__name__}: {first_line(error)})"
+            f"{key}: {file}{_line_of(error, str(file))} does not run "
+            f"({type(error).__name__}: {first_line(error)})"
         ) from None
     return module
 
 
 def _line_of(error: BaseException, file: str) -> str:
     """ ", line N", where the file itself raised."""
+    if isinstance(error, SyntaxError):
+        return f", line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
-    if isinstance(error, SyntaxError):
-        lines = [error.lineno]
     return f", line {lines[-1]}" if lines else ""

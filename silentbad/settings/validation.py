@@ -2,8 +2,9 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Interval
 
@@ -33,26 +34,14 @@ KeptBy = Literal["words", "pixels", "embedder", "structure", "bleeding", "size"]
 Lengths = Annotated[int, Interval(ge=1, le=1000)]  # numbers of sampling steps
 
 
-def measured(default: Any, help: str = "") -> Any:
-    """An option of a measurement against targets; a file may hold it for a run without."""
-    return option(default, help, needs="validation.targets", idle="kept")
-
-
-def drawn(default: Any, help: str = "") -> Any:
-    """An option of whatever draws images at a validation."""
-    return option(default, help, needs="validation.targets or sample_prompts", idle="kept")
-
-
-def drawn_of_any(default: Any, help: str = "") -> Any:
-    """An option of whatever draws images while training."""
-    needs = "validation.targets or sample_prompts or validation_prompts"
-    return option(default, help, needs=needs, idle="kept")
-
-
-def of_unrelated(default: Any, help: str) -> Any:
-    """An option of the images of unrelated prompts."""
-    needs = "validation.unrelated_images!=0"
-    return option(default, help, needs=needs, idle="said")
+# Options of a measurement against targets, of what draws images at a validation, or at any time of
+# training, and of the images of unrelated prompts. A file may hold them for a run without these.
+measured = partial(option, needs="validation.targets", idle="kept")
+drawn = partial(option, needs="validation.targets or sample_prompts", idle="kept")
+drawn_of_any = partial(
+    option, needs="validation.targets or sample_prompts or validation_prompts", idle="kept"
+)
+of_unrelated = partial(option, needs="validation.unrelated_images!=0", idle="said")
 
 
 @dataclass

@@ -14,7 +14,7 @@ from silentbad.settings.check import check
 from silentbad.settings.layers import EVERY_GROUP, check_patterns
 from silentbad.settings.optimizer_facts import OptimizerFacts, check_optimizer
 from silentbad.settings.other_names import LAYERS
-from silentbad.settings.reader import Loader, dump, dumped, key_tree, parse, with_source
+from silentbad.settings.reader import Loader, dumped, key_tree, parse, to_dict, with_source
 from silentbad.settings.startup import training
 from silentbad.settings.train import TrainConfig
 from silentbad.settings.types import check_options, plain_types
@@ -187,8 +187,9 @@ def test_text_is_written_so_that_it_is_read_back_as_text(words):
 
 def test_dump_round_trips_and_keeps_no_token(tmp_path):
     config, _ = parse(Config, [*DATA, "--hub_token", "hf_secret", "--push_to_hub", "--learning_rate", "1e-5"])
-    assert "hf_secret" not in dump(config)
-    (tmp_path / "c.yaml").write_text(dump(config))
+    text = dumped(to_dict(config))
+    assert "hf_secret" not in text
+    (tmp_path / "c.yaml").write_text(text)
     again, _ = parse(Config, ["--config", str(tmp_path / "c.yaml")])
     assert asdict(again) | {"hub_token": "hf_secret"} == asdict(config)
 
