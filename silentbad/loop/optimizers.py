@@ -103,6 +103,4 @@ def clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor 
     """Scale the gradients down to `limit`, where their norm lies above."""
     if norm is None:
         norm = torch.linalg.vector_norm(gradient_norms(parameters))
-    if gradients := [p.grad for p in parameters if p.grad is not None]:
-        # as torch.nn.utils.clip_grads_with_norm_
-        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1))
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=True)
