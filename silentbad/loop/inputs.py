@@ -179,11 +179,15 @@ def chosen(
 def shown(records: Records, transform: Transform, seed: int, count: int) -> Iterator[Shown]:
     """`count` training pictures at most, evenly over those that show an element."""
     reader = Reader(records, transform, seed)
+    phrases = records.phrases
     rows = [i for i, role in enumerate(records.role) if role != "clean"]
     for place in np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int):
         (picture,) = reader.pictures([rows[place]])
-        phrases = tuple(records.phrases[rows[place]])
-        yield Shown(records.where(rows[place]), picture["pixels"].float() / 255, phrases)
+        yield Shown(
+            records.where(rows[place]),
+            picture["pixels"].float() / 255,
+            tuple(phrases[rows[place]]),
+        )
 
 
 FEWEST = 8  # least number of pictures from which the mask of an element is estimated
@@ -212,10 +216,11 @@ def with_masks(
 def _estimated_mask(target: Target, k: int, records: Records, reader: Reader) -> Image.Image | None:
     """The mask of element k from its pictures; None from too few, or if it covers (almost) all or
     nothing."""
+    phrases = records.phrases
     rows = [
         i
         for i, name in enumerate(records.target_id)
-        if name == target.target_id and records.phrases[i] == [target.phrases[k]]
+        if name == target.target_id and phrases[i] == [target.phrases[k]]
     ]
     if len(rows) < FEWEST:
         return None
