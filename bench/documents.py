@@ -147,6 +147,7 @@ BLOCKS: dict[str, Block] = {
     "headroom": of(headroom.RESULTS, headroom.table),
     "kept": of(kept.RESULTS, kept.table),
     "kept-2818": of("kept-2818.jsonl", kept.table),
+    "kept-emoji": of("kept-emoji.jsonl", kept.table),
     "kept-emoji-first": of("kept-emoji-first.jsonl", kept.table),
     "kept-briefly": of(kept.RESULTS, kept.briefly),
     "kept-pairs": of(kept.RESULTS, kept.pairs),
