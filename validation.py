@@ -168,12 +168,9 @@ class RecoveryHook(Hook):
         self.limit = Limit.of(config)
         self.placebo = None
         if config.placebo is not None:
-            self.placebo = placebo_run(
-                config.placebo,
-                [target.target_id for target in targets],
-                self.embedder.describe(),
-                f"{sampler.prefix}placebo",
-            )
+            ids = [t.target_id for t in targets]
+            key = f"{sampler.prefix}placebo"
+            self.placebo = placebo_run(config.placebo, ids, self.embedder.describe(), key)
         self.history: list[Measurement] = []
         self.threshold: Threshold | None = None  # until calibrated
         self.element_threshold: ElementThreshold | None = None

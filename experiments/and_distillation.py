@@ -17,8 +17,8 @@ from silentbad.settings.types import Count, Decay, NotNegative, Strength
 
 
 def and_target(base: torch.Tensor, conditional: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """eps* = eps(0) + sum_i G_i (eps(c_i) - eps(0)) (2206.01714): base (B,C,h,w), conditional (k,B,C,h,w), G
-    (k,B,1,h,w).
+    """eps* = eps(0) + sum_i G_i (eps(c_i) - eps(0)) (2206.01714): base (B,C,h,w),
+    conditional (k,B,C,h,w), G (k,B,1,h,w).
 
     The coefficients sum to one, so the same formula is valid for v and x0, which are affine in eps
     at a given x_t."""

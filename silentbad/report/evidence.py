@@ -194,7 +194,7 @@ def _limit(record: Record) -> str:
     share = None if limit is None else limit.kept(record.history[-1])
     if limit is None or share is None:
         return ""
-    side = "within" if share >= limit.share else "below"
+    side = "within" if limit.holds(record.history[-1]) else "below"
     return f"{rounded(share)} by {limit.by}, {side} the limit of {limit.share:g}"
 
 

@@ -99,6 +99,7 @@ class RecordedRun:
         self.localised = self._part(parts.NAME, parts.Localised)
         self.facts = self._part("run.json", dict[str, Any]) or {}
         self.config = self._text("config.yaml")
+        self._pictures: dict[tuple[Path, int], str] = {}
 
     def _inside(self, name: str) -> Path | None:
         """Where a file of the folder is; None where there is none, or a link leads out."""
@@ -151,12 +152,15 @@ class RecordedRun:
         file = None if name is None else self._inside(name)
         if name is None or file is None:
             return ""
-        try:
-            return _data_uri(file, name, side)
-        except UserError as error:
-            if str(error) not in self.notes:
-                self.notes.append(str(error))
-            return ""
+        key = (file, side)
+        if key not in self._pictures:
+            try:
+                self._pictures[key] = _data_uri(file, name, side)
+            except UserError as error:
+                self._pictures[key] = ""
+                if str(error) not in self.notes:
+                    self.notes.append(str(error))
+        return self._pictures[key]
 
     def withheld(self) -> list[str]:
         """Elements that config.yaml left out of training."""
