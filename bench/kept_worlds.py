@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from bench.recovery import BASE, BASES, ROOT
+from bench.recovery import BASES, ROOT, own_base
 from worlds.emoji import world as emoji
 from worlds.emoji.nouns import NOUNS, words
 from worlds.interface import World
@@ -73,10 +73,7 @@ WORLDS = {
         held_out=emoji.held_out_scenes,
         results=RESULTS / "kept-emoji.jsonl",
         targets=";".join(map(str, range(2834, 2842))),
-        flags={
-            BASE: str(BASES["emoji"]),
-            "validation.embedder_path": str(BASES["emoji"] / "embedder"),
-        },
+        flags=own_base("emoji"),
     ),
 }
 MICRO = WORLDS["microworld"]

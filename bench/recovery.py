@@ -44,6 +44,12 @@ FACTORS = (0.5, 1, 2, 4, 8)
 TARGETS = ";".join(map(str, range(1000, 1012))) + ";" + ",".join(map(str, range(1000, 1008)))
 
 
+def own_base(world: str) -> dict[str, Any]:
+    """The flags of a world's own base and detector; none where CONFIG's are."""
+    base = BASES.get(world)
+    return {BASE: str(base), "validation.embedder_path": str(base / "embedder")} if base else {}
+
+
 def words(flags: dict[str, Any]) -> list[str]:
     """Flags as words of a command line."""
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]

@@ -28,7 +28,7 @@ import torch
 from bench.arms import LOWER_NOISE as NOISE
 from bench.arms import PUBLISHED, PUBLISHED_AT, SPECTRAL, UNCONDITIONAL, WARM, Flags, guard
 from bench.published import HELD_OUT, per_phrase, regime
-from bench.recovery import BASE, BASES, ROOT, WORK, data_set, facts, kept, scores
+from bench.recovery import BASE, ROOT, WORK, data_set, facts, kept, own_base, scores
 from bench.recovery_table import append, stored
 from bench.shield_worlds import WORLDS, Setting
 from silentbad.measure.embedders import load_embedder
@@ -70,11 +70,8 @@ class Plan:
 
     def flags(self) -> Flags:
         """The flags of base and detector, where they are not the microworld's."""
-        of_world = BASES.get(self.world)
-        base = self.base or of_world
-        embedder = self.embedder or (of_world and of_world / "embedder")
-        paths = {BASE: base, "validation.embedder_path": embedder}
-        return {flag: str(path) for flag, path in paths.items() if path}
+        given = {BASE: self.base, "validation.embedder_path": self.embedder}
+        return own_base(self.world) | {flag: str(path) for flag, path in given.items() if path}
 
 
 def guards_of(arm: str) -> dict[str, Flags]:
