@@ -410,7 +410,7 @@ def test_the_verdict_names_what_it_cannot_tell_apart(good, attained, low, headli
     whole = Threshold(0.5, "test", attained=attained, targets=[0.5, 0.7])
     placebo = Placebo("runs/p", 0.1, 0.3, (low, 0.9), 2)
     record = record_of([measured(0, 0), measured(10, good)], whole=whole, placebo=placebo)
-    assert evidence.answer(record).opening.startswith(headline)
+    assert evidence.answer(record).opening == f"{headline}."
     assert evidence.answer(record).state == headline.lower()
     reasons = " ".join(record.verdict.reasons or [])
     assert ("consistent with chance" in reasons) == (attained > 0.1) and ("placebo data" in reasons) == (low < 0)
