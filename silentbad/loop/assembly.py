@@ -127,7 +127,7 @@ def build(
     recovery = make_recovery(loaded, recovery_class)
     sheet = make_sheet(loaded)
 
-    # The hooks of a step: control, memory, the user's own, and those that measure
+    # The hooks of a step: control, memory, the user's own, decay, and those that measure
     own_hooks = make_own_hooks(loaded, control.params, predict)
     hooks: list[Hook] = [control, memory, *own_hooks]
     if config.decay_to_base:

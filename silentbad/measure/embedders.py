@@ -400,8 +400,8 @@ EMBEDDERS = Parts(
 
 
 def embedder_of(config: Any, device: torch.device | str, redraws: bool) -> Embedder:
-    """The embedder that validation settings name; `auto` is micro where the targets have null
-    pictures, and copy elsewhere."""
+    """The embedder that validation settings name; `auto` is micro where the targets have
+    redraws, and copy elsewhere."""
     name = config.embedder
     if name == "auto":
         name = "micro" if redraws else "copy"

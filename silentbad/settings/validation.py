@@ -76,7 +76,7 @@ class ValidationConfig:
     clip_path: Location | None = measured(
         None, "a CLIP for CLIPScore and prompt cosines; unset: not measured"
     )
-    threshold: Cosine | None = measured(None, "unset: from the null pictures")
+    threshold: Cosine | None = measured(None, "unset: calibrated for each target")
     false_positive_rate: Rate = measured(0.01, "of the calibrated threshold, per image")
     calibration: Literal["auto", "redraws", "failures"] = measured(
         "auto", "null pictures; auto: redraws.jsonl, else failures made from the target"
