@@ -293,15 +293,10 @@ def _by_element(run: RecordedRun, record: Record, kind: str) -> list[Figure]:
 def _by_target(run: RecordedRun, record: Record, kind: str) -> list[Figure]:
     """The recovery rate of each of the first targets, where there are several."""
 
-    def rate(scores: Scores, name: str) -> float | None:
-        return scores.targets[name].rate if name in scores.targets else None
+    def of_target(name: str) -> Series:
+        return run.series(name, kind, lambda s: s.targets[name].rate if name in s.targets else None)
 
-    measured = run.measured(kind)
-    steps = [entry.step for entry, _ in measured]
-    series = [
-        Series(t.target_id, steps, [rate(scores, t.target_id) for _, scores in measured])
-        for t in record.targets[:8]
-    ]
+    series = [of_target(target.target_id) for target in record.targets[:8]]
     return pages.lines(series, "Recovery rate by target", y_range=(0, 1)) if len(series) > 1 else []
 
 

@@ -145,6 +145,16 @@ def test_each_element_has_its_curve(run):
     assert ">threshold 0<" in sims.svg
 
 
+def test_averaged_weights_begin_at_the_bases_point(run):
+    record = Record.load(run / "validation.json")
+    for entry in record.history[1:]:
+        entry.raw, entry.ema = None, entry.raw
+    figures = {figure.title: figure for figure in sections.curves(with_history(run, record), record)}
+    steps = [f"{entry.step}" for entry in record.history]
+    for title in ("Recovery rate (CIR)", "Recovery rate by target", "Elements of a sandy beach"):
+        assert [str(row[0]) for row in figures[title].table.rows] == steps, title
+
+
 def test_an_audit_has_no_curves(run):
     record = Record.load(run / "validation.json")
     record.history[-1].label = "audited pipeline"
