@@ -3,7 +3,7 @@ base, embedder.
 
 A recovery curve means nothing if its target or learning rate changed halfway. So each checkpoint
 holds the facts of its run, and a run whose facts differ is refused.
-`FREE` are the flags that may change."""
+`FREE` in the settings' rules are the flags that may change."""
 
 import hashlib
 import json
@@ -21,53 +21,13 @@ from silentbad.measure.embedders import MICRO
 from silentbad.measure.redraws import load_redraws
 from silentbad.settings import user_code
 from silentbad.settings.reader import flat
+from silentbad.settings.rules import FREE
 from silentbad.settings.train import TrainConfig, own_code
 from silentbad.settings.types import NEVER_SAVED
 
 FILE = "facts.json"  # of a checkpoint
 READ = (".json", ".txt", ".model", ".safetensors", ".pt")  # of a folder of weights
 
-FREE = {
-    "length": ("max_train_steps", "num_train_epochs"),
-    "where it writes": (
-        "output_dir",
-        "stamp_output_dir",
-        "run_suffix",
-        "overwrite_output_dir",
-        "cache_dir",
-    ),
-    "checkpoints and pipelines": (
-        *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint"),
-        *("save_ckpt_epoch_interval", "save_best", "lora.merged"),
-    ),
-    "logs and pictures": (
-        *("log_every", "report_to", "tracker_project_name", "logging_dir"),
-        *("validation_prompts", "validation_epochs", "sample_prompts", "validation.sample_targets"),
-    ),
-    "when recovery is measured": (
-        *("validation.steps", "validation.early_steps", "validation.controls"),
-        *("validation.first_images", "validation.settled_after"),
-        *("validation.keep", "validation.keep_by"),
-    ),
-    "the Hub": ("push_to_hub", "hub_token", "hub_model_id"),
-    "speed and memory": (
-        *(
-            "cache_mb",
-            "disk_cache_gb",
-            "dataloader_num_workers",
-            "max_batch_size",
-            "validation.max_batch",
-        ),
-        *("allow_tf32", "channels_last", "compile_model", "gradient_checkpointing"),
-        *("enable_xformers_memory_efficient_attention", "offload_ema", "foreach_ema"),
-    ),
-    "what only stops or shows": (
-        "max_nonfinite_steps",
-        "dry_run",
-        "print_groups",
-        "allow_target_images",
-    ),
-}
 # Compared by the content that they name, not by the name: a folder may move.
 BY_CONTENT = (
     "pretrained_model_name_or_path",

@@ -9,7 +9,8 @@ effect; INCOMPATIBLE lists pairs of conditions that may not hold at once. A cond
     report_to!=none|all            has a part that is none of these
     FLOW                           a fact about the run: an entry of FACTS
 
-and in `needs=` "a or b" holds where one of them does. ALIASES lists the flags that set others.
+and in `needs=` "a or b" holds where one of them does. ALIASES lists the flags that set others, FREE those
+that a resume may change.
 research/settings.md shows the tables.
 """
 
@@ -269,6 +270,50 @@ OF_MEASUREMENT: dict[str, dict[str, str]] = {
 ALIASES = {
     "snr_gamma": {"memory.loss.name": "min_snr", "memory.loss.options.gamma": "{snr_gamma}"},
     "dream_training": {"memory.loss.dream": "{dream_detail_preservation}"},
+}
+
+
+# What a resume may change, by what it is; every other setting is compared.
+FREE = {
+    "length": ("max_train_steps", "num_train_epochs"),
+    "where it writes": (
+        "output_dir",
+        "stamp_output_dir",
+        "run_suffix",
+        "overwrite_output_dir",
+        "cache_dir",
+    ),
+    "checkpoints and pipelines": (
+        *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint"),
+        *("save_ckpt_epoch_interval", "save_best", "lora.merged"),
+    ),
+    "logs and pictures": (
+        *("log_every", "report_to", "tracker_project_name", "logging_dir"),
+        *("validation_prompts", "validation_epochs", "sample_prompts", "validation.sample_targets"),
+    ),
+    "when recovery is measured": (
+        *("validation.steps", "validation.early_steps", "validation.controls"),
+        *("validation.first_images", "validation.settled_after"),
+        *("validation.keep", "validation.keep_by"),
+    ),
+    "the Hub": ("push_to_hub", "hub_token", "hub_model_id"),
+    "speed and memory": (
+        *(
+            "cache_mb",
+            "disk_cache_gb",
+            "dataloader_num_workers",
+            "max_batch_size",
+            "validation.max_batch",
+        ),
+        *("allow_tf32", "channels_last", "compile_model", "gradient_checkpointing"),
+        *("enable_xformers_memory_efficient_attention", "offload_ema", "foreach_ema"),
+    ),
+    "what only stops or shows": (
+        "max_nonfinite_steps",
+        "dry_run",
+        "print_groups",
+        "allow_target_images",
+    ),
 }
 
 

@@ -26,12 +26,13 @@ from silentbad.errors import UserError
 from silentbad.loop.state import TrainState, match_memory_format
 from silentbad.saving import identity
 from silentbad.settings.reader import key_tree
+from silentbad.settings.rules import FREE as FREE_FLAGS
 from tests.conftest import write_data
 from tests.toy import GSNR, PRIOR
 from tests.training import VALIDATION
 from train_silentbad import Config, main
 
-FREE = {name for names in identity.FREE.values() for name in names}
+FREE = {name for names in FREE_FLAGS.values() for name in names}
 
 
 def keys(tree: dict, prefix: str = "") -> set[str]:
@@ -71,13 +72,6 @@ def test_each_setting_is_free_or_a_difference(data, pipelines, tmp_path):
         if key.startswith("validation.embedder"):
             expected |= {name for name in named if name.startswith(identity.BUNDLED)}  # whose weights no longer count
         assert (not named) if key in FREE else (expected and expected == named), (key, named)
-
-
-def test_the_document_lists_the_free_flags():
-    text = (Path(__file__).parents[2] / "docs/running.md").read_text(encoding="utf-8")
-    section = text.partition("### What a resume may change\n")[2].partition("\n#")[0]
-    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ") and "`" in line]
-    assert {what.strip(): tuple(re.findall(r"`([\w.]+)`", names)) for what, names in rows} == identity.FREE
 
 
 def test_free_flags_and_moved_folders_go_on(flags, data, tmp_path, pipelines, capsys):
