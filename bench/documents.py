@@ -50,7 +50,6 @@ Block = Callable[[Read], str]
 # The words of the tables that users read; English is the key. Names in `code` stay.
 CHINESE = {
     "trains": "训练",
-    "p": "p",
     "part": "部分",
     "share": "占改变量的份额",
     "clean loss": "干净损失",
@@ -60,7 +59,6 @@ CHINESE = {
     "kept for backward": "为反向传播保留",
     "s a step, ratio": "每步秒数之比",
     "arm": "实验臂",
-    "runs": "运行数",
     "targets": "目标数",
     "steps": "步数",
     "recovered": "已还原",
@@ -80,16 +78,7 @@ CHINESE = {
     "in other colours": "换了颜色",
     "kept: kinds shown": "保留：展示过的种类",
     "kept: kinds not shown": "保留：未展示的种类",
-    "model": "模型",
-    "update, fp32": "更新，fp32",
-    "update, bf16": "更新，bf16",
-    "`up*`, bf16": "`up*`，bf16",
-    "a picture": "一张图",
-    "batch of equal cost": "开销相等的批大小",
     "optimizer": "优化器",
-    "seconds a step": "每步秒数",
-    "no": "否",
-    "never": "从未",
     "variant": "变体",
     "things": "物体",
     "backdrop": "背景",
@@ -97,10 +86,8 @@ CHINESE = {
     "AUC, fails below 0.9": "AUC，低于 0.9 为失败",
     "machine over the threshold": "机器减阈值",
     "copy over the threshold": "副本减阈值",
-    "SD 2.1, 768 px": "SD 2.1，768 像素",
-    "SDXL, 1024 px": "SDXL，1024 像素",
 }
-COUNTS = ((re.compile(r"^(\d+) of (\d+)\b"), r"\1/\2"), (re.compile(r"^(\d+) to (\d+)$"), r"\1 到 \2"))
+COUNT = re.compile(r"^(\d+) of (\d+)\b")
 
 
 def reader(folder: Path = RESULTS.parent) -> Read:
@@ -198,8 +185,7 @@ def is_chinese(path: Path) -> bool:
 
 def translated(cell: str) -> str:
     """A cell in Chinese: a word of CHINESE, or `22 of 24` as 22/24."""
-    for pattern, shorter in COUNTS:
-        cell = pattern.sub(shorter, cell)
+    cell = COUNT.sub(r"\1/\2", cell)
     return CHINESE.get(cell, cell)
 
 
