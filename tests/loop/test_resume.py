@@ -1,11 +1,9 @@
 """What a resume may change, and what it refuses: the combinations are in tests/test_bad_input.py, the rules here."""
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import pytest
