@@ -39,7 +39,7 @@ from silentbad.files import sha256
 from silentbad.measure.calibrate import quantile
 from silentbad.measure.embedders import Micro
 from silentbad.measure.failures import difference, mixed, recolourings
-from silentbad.measure.intervals import bootstrap_interval
+from silentbad.measure.intervals import binomial_interval, bootstrap_interval
 from silentbad.memory.masks import overlaid
 from silentbad.memory.rehearsal import pairwise
 from silentbad.rng import addressed_seed, generator
@@ -414,12 +414,16 @@ def agreement(a: dict, b: dict, changed: dict[str, list[tuple[int, ...]]]) -> di
 
 # -- tables ----------------------------------------------------------------------------------------------------
 def rate_of(results: dict, column: str, kind: str, level: str) -> tuple[float, float, float, int] | None:
-    """(rate, interval over targets, pictures): mean of the targets' pass rates."""
+    """(rate, interval, pictures): mean of the targets' pass rates, with the interval over targets; where no picture
+    passes, or each does, over pictures, since targets that agree cannot be resampled."""
     cells = [t["columns"][column]["passed"].get(kind, {}).get(level, [0, 0]) for t in results["targets"].values()]
     rates = [k / n for k, n in cells if n]
     if not rates:
         return None
-    return float(np.mean(rates)), *bootstrap_interval(rates), sum(n for _, n in cells)
+    passed, pictures = (sum(counts) for counts in zip(*cells, strict=True))
+    agree = passed in (0, pictures)
+    interval = binomial_interval(passed, pictures) if agree else bootstrap_interval(rates)
+    return float(np.mean(rates)), *interval, pictures
 
 
 def columns_of(results: dict) -> list[str]:

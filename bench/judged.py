@@ -22,7 +22,7 @@ from bench.arms import KEPT
 from bench.instrument import autoencoder
 from bench.kept import RESULTS, data_of, pictures_of
 from bench.kept_worlds import MICRO
-from bench.published_table import interval, markdown
+from bench.published_table import markdown, mean_rate
 from bench.recovery import scores
 from bench.recovery_table import append, stored
 from silentbad.data.images import to_tensor
@@ -95,8 +95,8 @@ def table(rows: list[dict], runs: list[dict]) -> str:
         of_arm = [row for row in rows if row["arm"] == arm]
         if of_arm:
             columns = [[then[key(row)] for row in of_arm], [row["rate"] for row in of_arm]]
-            cells = [f"{interval(rates)}; {sum(rate >= 0.5 for rate in rates)} recovered" for rates in columns]
-            lines.append([f"`{arm}`", str(len(of_arm)), *cells, interval([copies[row["target"]] for row in of_arm])])
+            cells = [f"{mean_rate(rates)}; {sum(rate >= 0.5 for rate in rates)} recovered" for rates in columns]
+            lines.append([f"`{arm}`", str(len(of_arm)), *cells, mean_rate([copies[row["target"]] for row in of_arm])])
     return markdown(("arm", "targets", "strict rate, at the run's time", "now", "now, of true copies"), lines)
 
 

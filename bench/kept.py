@@ -35,10 +35,10 @@ from tqdm import tqdm
 from bench.arms import KEPT, KEPT_AT, setting_of
 from bench.kept_worlds import MICRO, WORLDS, Judged, world_of
 from bench.published import HELD_OUT, NULLS, per_phrase, regime
-from bench.published_table import CLEAN, IMAGES, interval, markdown
+from bench.published_table import CLEAN, IMAGES, interval, markdown, mean_rate
 from bench.recovery import ROOT, WORK, claimed, data_set, facts, kept, scores
 from bench.recovery_table import append, stored
-from silentbad.measure.intervals import binomial_interval, bootstrap_interval
+from silentbad.measure.intervals import binomial_interval, bootstrap_interval, rate_interval
 
 RESULTS = MICRO.results
 PAIRED = [str(target) for target in range(2760, 2768)]  # targets that most arms have
@@ -334,7 +334,7 @@ def line(arm: str, rows: list[dict], base: dict) -> list[str]:
         str(rows[0]["steps"]),
         str(len(rows)),
         f"{back} of {len(rates)} [{low:.2f}, {high:.2f}]",
-        interval(rates),
+        mean_rate(rates),
         interval(shown),
         interval(unshown),
         f"{shown_at}, {unshown_at}",
@@ -437,7 +437,7 @@ def frontier(rows: list[dict]) -> str:
             x, y = x_place(float(np.mean(shares))), y_place(float(np.mean(rates)))
             if len(rates) > 1:
                 left, right = map(x_place, bootstrap_interval(np.array(shares)))
-                low, high = map(y_place, bootstrap_interval(np.array(rates)))
+                low, high = map(y_place, rate_interval(rates))
                 ends = (f"{v:.1f}" for v in (left, y, right, x, low, high))
                 inside.append(CROSS.format(*ends, colour))
             inside.append(POINT.format(x, y, fill, colour))

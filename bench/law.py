@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.arms import KEPT, KEPT_AT, PUBLISHED, Flags
 from bench.many import phrases_of
-from bench.published_table import BATCH, interval, markdown
+from bench.published_table import BATCH, markdown, mean_rate
 from bench.recovery_table import Read, append, stored
 from bench.theory_table import FAILS, auc_interval
 from experiments.by_need import by_need
@@ -219,7 +219,7 @@ def outcome(of: Sequence[Case], predicted: np.ndarray) -> list[str]:
         parts = [(predicted[chosen], fails[chosen]) for chosen in places.values()]
         auc = "{:.2f} [{:.2f}, {:.2f}] ".format(*auc_interval(parts)) if 0 < fails.sum() < len(of) else ""
         cells.append(f"{auc}({fails.sum()})")
-    measured = interval([float(rates[chosen].mean()) for chosen in places.values()])
+    measured = mean_rate([float(rates[chosen].mean()) for chosen in places.values()])
     in_run = by_target(of, runs=True).values()
     strict = (
         np.mean([predicted[chosen].prod() for chosen in in_run]),
@@ -263,7 +263,7 @@ def calibration(read: Read) -> str:
         chosen = np.flatnonzero((low <= predicted) & (predicted < high))
         inside = [of[place] for place in chosen]
         rates = np.array([case.rate for case in inside])
-        measured = interval([float(rates[places].mean()) for places in by_target(inside).values()])
+        measured = mean_rate([float(rates[places].mean()) for places in by_target(inside).values()])
         lines.append([f"{low:g} to {high:g}", str(len(chosen)), f"{predicted[chosen].mean():.2f}", measured])
     return markdown(("expected rate", "elements", "mean expected", "mean measured, over targets"), lines)
 

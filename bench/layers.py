@@ -30,6 +30,7 @@ from bench.published_table import (
     is_bound,
     markdown,
     mean_of,
+    mean_rate,
     ratio,
     sign_flips,
     times_sooner,
@@ -159,7 +160,15 @@ def outcomes(rows: list[dict]) -> str:
         count = f"{len(runs)} ({sum(map(len, runs.values()))})"
         back = f"{sum(rate >= 0.5 for rate in rates)} of {len(rates)}"
         lines.append(
-            [words, count, back, interval(rates), interval(elements), interval(drift, ".4f"), f"{np.median(step):.2f}"]
+            [
+                words,
+                count,
+                back,
+                mean_rate(rates),
+                mean_rate(elements),
+                interval(drift, ".4f"),
+                f"{np.median(step):.2f}",
+            ]
         )
     return markdown(OUTCOME, lines)
 
@@ -197,7 +206,7 @@ def sooner(rows: list[dict], figures: dict) -> str:
         of_arm = runs[arm]
         back = sum(run["strict"] is not None for seeds in of_arm.values() for run in seeds)
         rates, drifts = (mean_of(of_arm, key, [*of_arm]).tolist() for key in ("strict rate", "drift"))
-        cells = [words, f"{back} of {len(of_arm)}", interval(rates), interval(drifts, ".4f")]
+        cells = [words, f"{back} of {len(of_arm)}", mean_rate(rates), interval(drifts, ".4f")]
         cost = figures["arms"][step]["ratio"] / figures["arms"][PACES[HELD][0]]["ratio"]
         if arm == HELD:
             lines.append([*cells, "1", "1", "1", ""])

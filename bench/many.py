@@ -23,7 +23,7 @@ from bench.arms import KEPT, KEPT_AT, said
 from bench.kept import base_among, data_of, lowest, prompts_file, things_right
 from bench.kept_worlds import MICRO
 from bench.published import HELD_OUT, NULLS, regime
-from bench.published_table import IMAGES, interval, markdown
+from bench.published_table import IMAGES, interval, markdown, mean_rate
 from bench.recovery import BASE, WORK, data_set, facts, kept, scores
 from bench.recovery_table import Read, append, stored
 from silentbad.data.phrases import shared_phrases
@@ -134,7 +134,7 @@ def by_stage(read: Read) -> str:
             part = [row for row in of_sequence if row["stage"] - row["place"] == after]
             rates = [row["rate"] for row in part]
             elements = [mean(row["elements"]) for row in part]
-            lines.append([f"`{sequence}`", f"{after}", halves(rates), interval(rates), interval(elements)])
+            lines.append([f"`{sequence}`", f"{after}", halves(rates), mean_rate(rates), mean_rate(elements)])
     return markdown(
         ("each stage", "targets that followed", "half of the images or more", "strict rate", "elements"), lines
     )
@@ -180,7 +180,7 @@ def at_once(read: Read) -> str:
         drift = f"{last[0]['drift'] - base['drift']:.4f}"
         minutes = f"{last[0]['seconds'] / 60:.0f}"
         peak = f"{last[0]['peak_mib']:.0f}" if "peak_mib" in last[0] else ""  # earlier rows have none
-        lines.append([str(len(last)), name, str(steps), halves(rates), interval(rates), *parts, drift, minutes, peak])
+        lines.append([str(len(last)), name, str(steps), halves(rates), mean_rate(rates), *parts, drift, minutes, peak])
     return markdown(AT_ONCE, lines)
 
 

@@ -23,6 +23,7 @@ from bench.published_table import (
     interval,
     lines_of,
     longer,
+    mean_rate,
     paper,
     ratio,
     reported_of,
@@ -221,7 +222,7 @@ def withheld(read: Read) -> str:
         last = [row["elements"] for row in part if row["step"] == row["steps"]]
         rates = [[row[key] for row in runs] for key in ("strict rate", "whole rate")]
         rates += [[one[0] for one in last], [float(np.mean(one[1:])) for one in last]]
-        lines.append([name, str(len(runs)), *map(interval, rates)])
+        lines.append([name, str(len(runs)), *map(mean_rate, rates)])
     return grid(("elements shown", "targets", "strict rate", "whole", "first element", "others"), lines)
 
 

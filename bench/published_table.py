@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.arms import PUBLISHED_AT, said
 from bench.recovery_table import grid
-from silentbad.measure.intervals import binomial_interval, bootstrap_interval
+from silentbad.measure.intervals import binomial_interval, bootstrap_interval, rate_interval
 
 BATCH = 16  # pictures a step
 CLEAN = 720  # clean pictures, if nothing is said
@@ -164,6 +164,14 @@ def interval(values: Sequence[float], form: str = ".2f") -> str:
     return f"{np.mean(values):{form}} [{low:{form}}, {high:{form}}]"
 
 
+def mean_rate(rates: Sequence[float], form: str = ".2f") -> str:
+    """Mean of the rates of targets with its 95 % interval, binomial where all are nought or all one."""
+    if len(rates) == 1:
+        return f"{rates[0]:{form}}"
+    low, high = rate_interval(rates)
+    return f"{np.mean(rates):{form}} [{low:{form}}, {high:{form}}]"
+
+
 def ratio(logs: np.ndarray, bound: bool, form: str = ".1f") -> str:
     """Geometric mean of ratios from their logs, with its interval unless it is one; `bound`: plain never recovered in
     some run."""
@@ -203,7 +211,7 @@ def line(key: tuple[str, float, int], runs: Runs, plain: Runs, logs: np.ndarray 
     middle = f"{np.median(when):.0f}" if np.median(when) < 10**8 else "never"  # half of the runs at least recover
     cells = [said(arm), f"{factor:g}", f"{steps}", f"{len(runs)} ({len(when)})"]
     cells += [f"{sum(reached)} of {len(reached)} [{low:.2f}, {high:.2f}]", middle]
-    cells += [interval(means("strict rate")), interval(means("elements")), f"{np.mean(means('drift')):.4f}"]
+    cells += [mean_rate(means("strict rate")), mean_rate(means("elements")), f"{np.mean(means('drift')):.4f}"]
     cells += [f"{min(run['s/step'] for seeds in runs.values() for run in seeds):.3f}"]
     if logs is None or len(logs) < 2:
         return [*cells, "", "", ""]

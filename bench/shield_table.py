@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from bench.published_table import interval, markdown
+from bench.published_table import interval, markdown, mean_rate
 from bench.recovery_table import grid
 from silentbad.measure.intervals import binomial_interval, detection
 
@@ -243,7 +243,7 @@ def guard_table(rows: list[dict]) -> str:
         )
         ever = sum(max(row["strict"].values()) > 0 for row in of_guard)
         cells = [f"`{arm}`", f"{of_guard[0]['steps']}", kind, f"{len(of_guard)}", f"{flagged or ''}"]
-        cells += [f"{right} of {elements}" if flagged else "", interval([last(row["strict"]) for row in of_guard])]
+        cells += [f"{right} of {elements}" if flagged else "", mean_rate([last(row["strict"]) for row in of_guard])]
         cells += [f"{max(max(row['strict'].values()) for row in of_guard):.2f}", rate(ever, len(of_guard))]
         cells += [f"{100 * min(loss):+.1f} to {100 * max(loss):+.1f} %" if loss else ""]
         lines.append([*cells, f"{np.mean([row['seconds'] for row in of_guard]):.0f}"])
@@ -266,9 +266,9 @@ def put_back_table(rows: list[dict]) -> str:
             of_choice = [models[name] for models in recovered]
             parts = {model["part"] for model in of_choice} - {"as trained", "base", "drawn"}
             cells = [f"`{arm}`", name, ", ".join(f"`{part}`" for part in sorted(parts))]
-            cells += [interval([model["recovered"] / model["images"] for model in of_choice])]
+            cells += [mean_rate([model["recovered"] / model["images"] for model in of_choice])]
             cells += [rate(sum(model["recovered"] > 0 for model in of_choice), len(of_choice))]
-            cells += [interval([model["elements"] for model in of_choice])]
+            cells += [mean_rate([model["elements"] for model in of_choice])]
             cells += [f"{100 * (clean[name] / clean['base'] - 1).mean():+.1f} %"]
             left = (clean[name] - clean["base"]) / (clean["as trained"] - clean["base"])
             lines.append([*cells, interval(left.tolist())])

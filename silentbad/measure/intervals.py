@@ -46,6 +46,15 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, flo
     return float(low), float(high)
 
 
+def rate_interval(rates: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """95 % interval of the mean of the rates (T,) of two targets or more: by `bootstrap_interval`;
+    binomial over the targets where all are nought or all one, which resampling would call certain."""
+    rates = np.asarray(rates, dtype=float)
+    if (rates == 0).all() or (rates == 1).all():
+        return binomial_interval(int(rates.sum()), len(rates))
+    return bootstrap_interval(rates)
+
+
 def detection(positives: Sequence[float], negatives: Sequence[float]) -> Detection | None:
     """How well a score tells positives from negatives: `auc` with its 95 % bootstrap interval, and
     with at least 100 negatives the true-positive rate at 1 % false positives with its binomial

@@ -11,7 +11,12 @@ import numpy as np
 import torch
 
 from silentbad.errors import UserError
-from silentbad.measure.intervals import binomial_interval, bootstrap_interval, difference_interval
+from silentbad.measure.intervals import (
+    binomial_interval,
+    bootstrap_interval,
+    difference_interval,
+    rate_interval,
+)
 from silentbad.measure.record import (
     ALL,
     KINDS,
@@ -139,11 +144,7 @@ def cell_scores(
     rates = np.array([target.rate for target in targets.values()])
     wholes = torch.tensor([target.whole_rate for target in targets.values()], dtype=torch.float64)
     hits = sum(is_recovered(r, threshold, element_threshold) for r in rows)
-    several = len(targets) > 1
-    interval = bootstrap_interval(rates) if several else binomial_interval(hits, len(sims))
-    # all images agree, so that nothing can be resampled: a binomial interval over targets
-    if several and hits in (0, len(sims)):
-        interval = binomial_interval(len(targets) * (hits > 0), len(targets))
+    interval = rate_interval(rates) if len(targets) > 1 else binomial_interval(hits, len(sims))
     p75, p90, p95 = np.quantile(sims, QUANTILES).tolist()
     return CellScores(
         cir=float(rates.mean()),

@@ -10,7 +10,7 @@ from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
 from silentbad.measure.calibrate import Scored, attained_rate, quantile
 from silentbad.measure.embedders import SSIM
-from silentbad.measure.intervals import binomial_interval, bootstrap_interval
+from silentbad.measure.intervals import binomial_interval, bootstrap_interval, rate_interval
 from silentbad.measure.record import ElementThreshold, Threshold
 from silentbad.measure.scores import cell_scores, curve_scores, is_recovered, settled
 from tests.recoveries import make_hook, smooth, thresholds_of_redraws
@@ -106,6 +106,8 @@ def test_intervals():
     assert binomial_interval(1000, 1000)[0] == pytest.approx(0.99632, abs=1e-4)
     low, high = bootstrap_interval(np.arange(100) / 100)
     assert low < 0.495 < high and 0.08 < high - low < 0.15
+    assert rate_interval([0.0, 0.5, 1.0]) == bootstrap_interval([0.0, 0.5, 1.0])
+    assert rate_interval([0.0] * 8) == binomial_interval(0, 8) and rate_interval([1.0] * 8) == binomial_interval(8, 8)
 
 
 def test_curve_scores():
