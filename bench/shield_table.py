@@ -1,7 +1,7 @@
 """The tables of bench/results/shield*.json and shield-*.jsonl, for research/shield.md and research/emoji.md."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -31,32 +31,23 @@ def ranges(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
 
 
-def of_each_code(results: dict, one_table: Callable[[dict[str, dict], str], str]) -> str:
-    """A table of the seeds of each way to search, the present one first."""
-    by_code: dict[str | None, dict[str, dict]] = {}
-    for seed in sorted(results["seeds"], key=int, reverse=True):
-        row = results["seeds"][seed]
-        by_code.setdefault(row.get("code", results.get("commit")), {})[seed] = row
-    parts = [
-        one_table(dict(reversed(rows.items())), f"Seeds: {ranges(sorted(map(int, rows)))} ({len(rows)}). Code: {code}.")
-        for code, rows in by_code.items()
-    ]
-    return latest_first(parts, "other seeds")
-
-
-def latest_first(tables: Iterable[str], elsewhere: str) -> str:
-    """Tables by the present code and by those before it, which was measured `elsewhere`."""
-    return f"\nBy the code before, on {elsewhere}:\n\n".join(tables)
+def of_latest_code(results: dict, one_table: Callable[[dict[str, dict], str], str]) -> str:
+    """The table of the seeds that the present way to search has met; rows of earlier ones stay stored."""
+    code_of = {seed: row.get("code", results.get("commit")) for seed, row in results["seeds"].items()}
+    seeds = sorted(code_of, key=int)
+    code = code_of[seeds[-1]]
+    rows = {seed: results["seeds"][seed] for seed in seeds if code_of[seed] == code}
+    return one_table(rows, f"Seeds: {ranges(list(map(int, rows)))} ({len(rows)}). Code: {code}.")
 
 
 def table(results: dict) -> str:
     """The results in the microworld as Markdown."""
-    return of_each_code(results, one_table) + "\n" + RIVAL
+    return of_latest_code(results, one_table) + "\n" + RIVAL
 
 
 def world_table(results: dict) -> str:
     """The results in another world as Markdown."""
-    return of_each_code(results, one_world_table)
+    return of_latest_code(results, one_world_table)
 
 
 RIVAL = """CopyrightShield (arXiv 2412.01528) reports a detection F1 of 0.665 in version 2 of the paper, and of 0.709 in
@@ -159,15 +150,10 @@ SCORES: dict[str, Callable[[dict], float]] = {
 
 
 def audit_table(rows: list[dict]) -> str:
-    """The rows of shield-audit.jsonl as Markdown, those of the present audit first."""
-    if not rows:
-        return "No pipeline is stored yet.\n"
+    """The rows of shield-audit.jsonl as Markdown: those of the present audit, where there are some."""
     usual = [row for row in rows if row["steps"] == rows[-1]["steps"]]
-    parts = [[row for row in usual if (int(row["target"]) >= AUDITED) == late] for late in (True, False)]
-    text = latest_first(map(audited, filter(None, parts)), "the targets that the present one was chosen on")
-    if older := len(rows) - len(usual):
-        text += f"\n{older} pipelines of other lengths, from earlier code, are stored and left out.\n"
-    return text
+    present = [row for row in usual if int(row["target"]) >= AUDITED]
+    return audited(present or usual) if usual else "No pipeline is stored yet.\n"
 
 
 def audited(rows: list[dict]) -> str:
