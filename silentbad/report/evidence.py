@@ -164,7 +164,8 @@ def _words(kept: Kept) -> str:
         return ""
     if words.named is None:
         return f"{words.by} score {words.trained:.1f} of {words.base:.1f}"
-    return f"{rounded(words.trained)} of {rounded(words.base)} things right"
+    shares = f"{rounded(words.trained)} of {rounded(words.base)} things right"
+    return f"{shares}, of {words.named} named"
 
 
 def _change(kept: Kept, prompts: Sequence[str] | None) -> str:
@@ -181,7 +182,7 @@ def _bleeding(kept: Kept) -> str:
     if kept.bleeding is None or kept.bleeding_base is None:
         return ""
     if kept.bleeding == 0:
-        return "nothing bleeds"
+        return f"nothing bleeds in {kept.prompts} images"
     base = f"base model: {100 * kept.bleeding_base:.0f} %"
     return f"an element comes in {100 * kept.bleeding:.0f} % of their images ({base})"
 

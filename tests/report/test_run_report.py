@@ -210,7 +210,7 @@ def test_what_is_kept_is_one_line_of_what_was_measured(run):
     nothing = dict(bleeding=0.0, bleeding_base=0.0)
     assert line() == "Kept: 41 % changed on unrelated prompts."
     assert line(words=of_judge, **nothing) == (
-        "Kept: 0.34 of 0.86 things right; 41 % changed on unrelated prompts; nothing bleeds."
+        "Kept: 0.34 of 0.86 things right, of 192 named; 41 % changed on unrelated prompts; nothing bleeds in 24 images."
     )
     record.unrelated = ["grey gravel", "a star"]
     assert line() == "Kept: 41 % changed on unrelated prompts such as 'grey gravel'."
