@@ -528,7 +528,8 @@ elements.
 
 Share that passes on {targets} targets which no training and no choice used; thresholds from other nulls of the same
 target, at a false-positive rate of {rate:g} for each kind and {in_place:g} for one element redrawn in place or moved.
-In brackets: the 95 % interval over targets. "Strict": the whole and every element pass.
+In brackets: the 95 % interval over targets; where no picture passes, or each does, over pictures. "Strict": the whole
+and every element pass.
 
 {table}
 

@@ -7,6 +7,7 @@ a speed-up over an arm that never recovered is a lower bound, and two arms that 
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -156,20 +157,15 @@ def mean_of(runs: Runs, key: str, targets: Sequence[str]) -> np.ndarray:
     return np.array([np.mean([run[key] for run in runs[target]]) for target in targets])
 
 
-def interval(values: Sequence[float], form: str = ".2f") -> str:
-    """Mean and 95 % bootstrap interval over targets; of one target there is none."""
+def interval(values: Sequence[float], form: str = ".2f", of: Callable = bootstrap_interval) -> str:
+    """Mean and 95 % interval over targets; of one target there is none."""
     if len(values) == 1:
         return f"{values[0]:{form}}"
-    low, high = bootstrap_interval(np.array(values))
+    low, high = of(np.array(values))
     return f"{np.mean(values):{form}} [{low:{form}}, {high:{form}}]"
 
 
-def mean_rate(rates: Sequence[float], form: str = ".2f") -> str:
-    """Mean of the rates of targets with its 95 % interval, binomial where all are nought or all one."""
-    if len(rates) == 1:
-        return f"{rates[0]:{form}}"
-    low, high = rate_interval(rates)
-    return f"{np.mean(rates):{form}} [{low:{form}}, {high:{form}}]"
+mean_rate = partial(interval, of=rate_interval)  # of rates: binomial where all are nought or all one
 
 
 def ratio(logs: np.ndarray, bound: bool, form: str = ".1f") -> str:

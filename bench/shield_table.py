@@ -32,7 +32,7 @@ def ranges(numbers: list[int]) -> str:
 
 
 def of_latest_code(results: dict, one_table: Callable[[dict[str, dict], str], str]) -> str:
-    """The table of the seeds that the present way to search has met; rows of earlier ones stay stored."""
+    """The table of the seeds by the code of the highest seed; a way to search that changes is measured on new ones."""
     code_of = {seed: row.get("code", results.get("commit")) for seed, row in results["seeds"].items()}
     seeds = sorted(code_of, key=int)
     code = code_of[seeds[-1]]

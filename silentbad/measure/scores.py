@@ -336,7 +336,7 @@ def minus_placebo(record: Record, placebo: Record, source: str) -> Placebo:
         # few targets, or equal differences, cannot be resampled: binomial intervals of the rates
         rate_of_run = rate + float(np.mean(differences))
         interval = difference_interval(
-            rate_of_run, _rate_interval(of_run), rate, _rate_interval(of_placebo)
+            rate_of_run, _interval_over(of_run), rate, _interval_over(of_placebo)
         )
     return Placebo(
         source=source,
@@ -359,7 +359,7 @@ def thresholds_of(record: Record, names: Sequence[str]) -> list[float]:
     return [record.threshold.of_target(j) for j, _ in places] + parts
 
 
-def _rate_interval(targets: Sequence[TargetScores]) -> tuple[float, float]:
+def _interval_over(targets: Sequence[TargetScores]) -> tuple[float, float]:
     """95 % interval of the mean rate: binomial over targets, for few targets over their images."""
     counts = [1 if len(targets) >= FEW_TARGETS else len(t.sims) for t in targets]
     return binomial_interval(

@@ -165,7 +165,7 @@ def _words(kept: Kept) -> str:
     if words.named is None:
         return f"{words.by} score {words.trained:.1f} of {words.base:.1f}"
     shares = f"{rounded(words.trained)} of {rounded(words.base)} things right"
-    return f"{shares}, of {words.named} named"
+    return f"{shares}, of {words.named}"
 
 
 def _change(kept: Kept, prompts: Sequence[str] | None) -> str:
@@ -184,7 +184,7 @@ def _bleeding(kept: Kept) -> str:
     if kept.bleeding == 0:
         return f"nothing bleeds in {kept.prompts} images"
     base = f"base model: {100 * kept.bleeding_base:.0f} %"
-    return f"an element comes in {100 * kept.bleeding:.0f} % of their images ({base})"
+    return f"an element comes in {100 * kept.bleeding:.0f} % of {kept.prompts} images ({base})"
 
 
 def _limit(record: Record) -> str:

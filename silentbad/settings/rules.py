@@ -273,7 +273,7 @@ ALIASES = {
 }
 
 
-# What a resume may change, by what it is; every other setting is compared.
+# What a resume may change; of the others `silentbad/saving/identity.py` compares values or contents.
 FREE = {
     "length": ("max_train_steps", "num_train_epochs"),
     "where it writes": (

@@ -23,6 +23,7 @@ from bench.instrument import (
     pictures_of,
     scored,
 )
+from silentbad.measure.intervals import binomial_interval
 from worlds.microworld.copies import shifted
 
 PICTURES, CALIBRATION = 8, 20  # of each kind per target
@@ -123,6 +124,22 @@ def test_agreement_counts_both_judges_verdicts():
 
 def test_auc_is_the_share_of_ordered_pairs():
     assert auc([0.9, 0.5], [0.1, 0.5]) == pytest.approx(3.5 / 4)
+
+
+def test_an_interval_is_over_targets_or_pictures_where_these_agree():
+    def results(*counts):
+        return {
+            "targets": {str(n): {"columns": {"new": {"passed": {"copy": {"strict": c}}}}} for n, c in enumerate(counts)}
+        }
+
+    rate, low, high, pictures = instrument.rate_of(results([0, 25], [5, 25]), "new", "copy", "strict")
+    assert (rate, low, high, pictures) == (0.1, 0.0, 0.2, 50)
+    assert instrument.rate_of(results([0, 25], [0, 25]), "new", "copy", "strict") == (
+        0.0,
+        *binomial_interval(0, 50),
+        50,
+    )
+    assert instrument.rate_of(results([0, 0]), "new", "copy", "strict") is None
 
 
 def test_the_stored_table_meets_its_bars():

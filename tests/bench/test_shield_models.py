@@ -66,6 +66,8 @@ def test_the_audits_table_states_its_denominators():
     )
     assert "| probes | 240 ordinary prompts of all pipelines | 1.000 [" in text and "| 2 of 2 [0.16, 1.00] |" in text
     assert "| 8 | 2 of 3 | 40 | not searched | 1 | 0.75 |" in text and "best 10 in 1 of 2" in text
+    later = audit_table([*rows, pipeline("elements", "3023", asked(9.0, 1e-6, True))])  # the present audit's targets
+    assert "Targets: 3023." in later and "| 8 |" not in later
 
 
 def test_the_guards_table_compares_with_the_clean_records():

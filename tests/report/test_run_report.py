@@ -210,13 +210,13 @@ def test_what_is_kept_is_one_line_of_what_was_measured(run):
     nothing = dict(bleeding=0.0, bleeding_base=0.0)
     assert line() == "Kept: 41 % changed on unrelated prompts."
     assert line(words=of_judge, **nothing) == (
-        "Kept: 0.34 of 0.86 things right, of 192 named; 41 % changed on unrelated prompts; nothing bleeds in 24 images."
+        "Kept: 0.34 of 0.86 things right, of 192; 41 % changed on unrelated prompts; nothing bleeds in 24 images."
     )
     record.unrelated = ["grey gravel", "a star"]
     assert line() == "Kept: 41 % changed on unrelated prompts such as 'grey gravel'."
     assert "Kept: CLIP score 24.1 of 30.2; 41 %" in line(words=of_clip)
     assert line(bleeding=0.25, bleeding_base=0.125).endswith(
-        "; an element comes in 25 % of their images (base model: 12 %)."
+        "; an element comes in 25 % of 24 images (base model: 12 %)."
     )
     assert line({"keep": 0.5}).endswith("; 0.59 by pixels, within the limit of 0.5.")
     judged = {"keep": 0.5, "judge": "judge.py:things_right"}
