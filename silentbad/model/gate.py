@@ -109,8 +109,7 @@ def quietly() -> Iterator[None]:
     levels = diffusers_logging.get_verbosity(), transformers_logging.get_verbosity()
     diffusers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.set_verbosity_error()
-    shows_progress = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # for good: saving would draw one too
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the Hub's client, of its own arguments
@@ -118,8 +117,6 @@ def quietly() -> Iterator[None]:
     finally:
         diffusers_logging.set_verbosity(levels[0])
         transformers_logging.set_verbosity(levels[1])
-        if shows_progress:
-            transformers_logging.enable_progress_bar()
 
 
 def load_part(part: str, cls: Any, source: Source, **options: Any) -> Any:

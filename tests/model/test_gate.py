@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import train_silentbad
 from silentbad.errors import UserError
-from silentbad.model import gate, pipeline
+from silentbad.model import pipeline
 from silentbad.model.gate import check_precision
 from tests.mistakes import WEIGHTS
 
@@ -33,17 +33,6 @@ def test_parts_without_the_variant_are_read_without_it(flags, pipelines, tmp_pat
     assert train_silentbad.main(flags(pretrained_model_name_or_path=base, variant="fp16", max_train_steps=1)) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "no weights of variant fp16" in line]
     assert [Path(line.split(": ")[1]).name for line in said] == ["vae", "text_encoder"]
-
-
-@pytest.mark.parametrize("shown", [True, False])
-def test_loading_quietly_leaves_the_progress_bar_as_it_was(shown):
-    turn = {True: gate.transformers_logging.enable_progress_bar, False: gate.transformers_logging.disable_progress_bar}
-    before = gate.transformers_logging.is_progress_bar_enabled()
-    turn[shown]()
-    with gate.quietly():
-        assert not gate.transformers_logging.is_progress_bar_enabled()
-    assert gate.transformers_logging.is_progress_bar_enabled() == shown
-    turn[before]()
 
 
 def test_a_tokenizer_without_merges_is_one_line(tmp_path):
