@@ -159,17 +159,8 @@ def outcomes(rows: list[dict]) -> str:
         )
         count = f"{len(runs)} ({sum(map(len, runs.values()))})"
         back = f"{sum(rate >= 0.5 for rate in rates)} of {len(rates)}"
-        lines.append(
-            [
-                words,
-                count,
-                back,
-                mean_rate(rates),
-                mean_rate(elements),
-                interval(drift, ".4f"),
-                f"{np.median(step):.2f}",
-            ]
-        )
+        passed = [mean_rate(rates), mean_rate(elements)]
+        lines.append([words, count, back, *passed, interval(drift, ".4f"), f"{np.median(step):.2f}"])
     return markdown(OUTCOME, lines)
 
 

@@ -49,11 +49,10 @@ def document() -> str:
             "",
             "## What a resume may change",
             "",
-            "These; the batch by parts, if its product with the number of processes is the same; the place "
-            "of a folder, if what it holds is the same. No other setting:",
+            "These; the batch by parts, if its product with the number of processes is the same; the "
+            "place of a folder, if what it holds is the same. No other setting:",
             "",
             *table(("what", "flags"), [(what, flags_of(names)) for what, names in FREE.items()]),
-            "",
             "",
         ]
     )

@@ -1,5 +1,5 @@
 """Tables of rules between the settings of a run: which setting needs another, which exclude each
-other, which flags set others.
+other, which flags set others, which flags a resume may change.
 
 `needs=` beside a field (`silentbad.settings.types.option`) says under which condition it has an
 effect; INCOMPATIBLE lists pairs of conditions that may not hold at once. A condition is one of
@@ -9,9 +9,8 @@ effect; INCOMPATIBLE lists pairs of conditions that may not hold at once. A cond
     report_to!=none|all            has a part that is none of these
     FLOW                           a fact about the run: an entry of FACTS
 
-and in `needs=` "a or b" holds where one of them does. ALIASES lists the flags that set others, FREE those
-that a resume may change.
-research/settings.md shows the tables.
+and in `needs=` "a or b" holds where one of them does. ALIASES lists the flags that set others,
+FREE those that a resume may change. research/settings.md shows the tables.
 """
 
 import dataclasses
