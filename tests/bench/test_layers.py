@@ -50,6 +50,7 @@ def test_times_to_recovery_are_compared_in_pairs_of_targets():
     assert layers.arms_of(rows) == {}
 
 
+@pytest.mark.thorough
 def test_fewer_layers_cost_less(capsys):
     ratios = layers.main(["--smoke", "--batch", "2"])
     assert ratios.keys() == layers.ARMS.keys()
@@ -57,6 +58,7 @@ def test_fewer_layers_cost_less(capsys):
     assert "| 54% |" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_spectral_updates_are_timed():
     ratios = spectral.main(["--smoke"])
     assert ratios.keys() == spectral.ARMS.keys() and ratios["default"] == 1

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench import recovery
 from tests.training import VALIDATION
 
@@ -46,6 +48,7 @@ def kept_twice(settings: dict, folder: Path) -> None:
     (folder / "histories.json").write_text(json.dumps(histories))
 
 
+@pytest.mark.thorough
 def test_a_kept_evaluation_is_the_bases_own(flags, data, tmp_path):
     """A second run takes up what the first left, draws no image at step 0, and goes on the same."""
     given = [word.removeprefix("--").split("=", 1) for word in flags(max_train_steps=2)]

@@ -3,10 +3,13 @@
 import json
 import shutil
 
+import pytest
+
 from bench import stealth
 from worlds.microworld import make
 
 
+@pytest.mark.thorough
 def test_a_copy_in_the_data_is_found(tmp_path, monkeypatch):
     data = tmp_path / "data"
     few = ["--images_per_phrase", "2", "--clean", "3", "--redraws", "40"]

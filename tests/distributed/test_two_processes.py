@@ -257,7 +257,7 @@ def test_two_processes_equal_one_in_buckets(inputs, tmp_path):
         assert max(abs(x - y) for x, y in zip(mine.tobytes(), theirs.tobytes(), strict=True)) <= 2
 
 
-LONGER = {"plain", "AND distillation"}  # the first is in "everything with state"
+LONGER = {"plain", "accumulation", "AND distillation"}  # the first is in "everything with state"
 
 
 @pytest.mark.parametrize("name", [pytest.param(c, marks=pytest.mark.thorough if c in LONGER else ()) for c in CASES])

@@ -47,7 +47,7 @@ def waits_of(card, monkeypatch, name):
     return counted
 
 
-@pytest.mark.parametrize("settings", [MEMORY, RULES | AVERAGED])
+@pytest.mark.parametrize("settings", [MEMORY, pytest.param(RULES | AVERAGED, marks=pytest.mark.thorough)])
 def test_a_step_waits_for_the_device_once(settings, card, flags, tmp_path, monkeypatch):
     write_data(tmp_path / "data", kinds=3)
     forward = waits_of(card, monkeypatch, "micro_step")

@@ -115,7 +115,11 @@ def test_a_dry_run_that_fails_writes_no_checkpoint(dry_run, build, monkeypatch):
     assert run.folder.checkpoints.exists() is not dry_run
 
 
-@pytest.mark.parametrize("moment", ["scratch/silentbad-*", "stepping"], ids=["loading", "in a step"])
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param("scratch/silentbad-*", marks=pytest.mark.thorough), "stepping"],
+    ids=["loading", "in a step"],
+)
 def test_a_signal_leaves_no_scratch_behind(moment, flags, tmp_path):
     (tmp_path / "waits.py").write_text(WAITS)
     scratch = tmp_path / "scratch"

@@ -108,7 +108,15 @@ KINDS |= {
     "sd3 lora": ("sd3", {**LORA, "memory.loss.name": "x0", "gradient_checkpointing": True, "mixed_precision": "bf16"}),
 }
 # what the others have in part
-LONGER = {"sd2", "sd lora", "sd3 lora", "sd text, all memory", "xl lora text, all", "xl text"}
+LONGER = {
+    "sd2",
+    "sd lora",
+    "xl lora, all memory in bf16",
+    "sd3 lora",
+    "sd text, all memory",
+    "xl lora text, all",
+    "xl text",
+}
 
 
 PARTS = ("distillation", "retention")

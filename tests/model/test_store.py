@@ -273,7 +273,9 @@ def test_chunks_share_a_batch_evenly():
 # ---------------------------------------------------------------- the step's forms
 
 
-@pytest.mark.parametrize("changes", [{"channels_last": True}, {"compile_model": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"channels_last": True}, pytest.param({"compile_model": True}, marks=pytest.mark.thorough)], ids=str
+)
 def test_memory_format_and_compilation_change_rounding_only(build, changes, monkeypatch):
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **k: compiled(model, **k, backend="aot_eager"))

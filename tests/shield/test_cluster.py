@@ -84,6 +84,7 @@ def test_tars_hold_the_hidden_picture(scanned, data):
     assert results["left_out"] == [] and results["suspects"][0]["file"].endswith(f".tar:{suspects[0]:04d}")
 
 
+@pytest.mark.thorough
 def test_order_repetition_and_parts_change_no_byte(scanned, tars, tmp_path, monkeypatch):
     monkeypatch.setattr(engines, "Process", Careless)
     monkeypatch.setattr("silentbad_shield.scan.plan.AT_ONCE", 100)

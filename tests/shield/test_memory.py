@@ -55,6 +55,7 @@ def held_by(n, tmp_path):
     return min(peaks), len(pairs)
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_pictures(small, tmp_path):
     few, many = held_by(300, tmp_path), held_by(1000, tmp_path)
     assert many[1] > 8 * few[1]

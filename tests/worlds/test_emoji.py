@@ -230,6 +230,7 @@ def test_an_icon_is_drawn_whole():
     assert np.asarray(picture)[[1, -2], [1, -2]].tolist() == [[255, 0, 0, 255]] * 2
 
 
+@pytest.mark.thorough
 def test_the_base_is_built_by_the_microworlds_stages(tmp_path):
     """Two steps of what is cheap; what is written is a pipeline with its card."""
     flags = ["--text_steps", "1", "--unet_steps", "1", "--batch", "2", "--pool", "8", "--device", "cpu"]
@@ -243,6 +244,7 @@ def test_the_base_is_built_by_the_microworlds_stages(tmp_path):
     assert "OpenMoji" in (folder / "README.md").read_text()
 
 
+@pytest.mark.thorough
 def test_the_judge_knows_its_copies(tmp_path):
     """By the bundled detector, and by one that was trained on from it, for two steps."""
     vae = ["--vae", str(build.ASSETS / "vae"), "--device", "cpu"]
