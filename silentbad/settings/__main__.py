@@ -43,8 +43,8 @@ def document() -> str:
             "Names of other scripts, and of earlier versions, are refused with their successor:",
             "",
             *table(
-                ("name", "here"),
-                [(name, said.partition(": ")[2]) for name, said in TrainConfig.RENAMED.items()],
+                ("names", "here"),
+                [(flags_of(names), instead) for instead, names in successors().items()],
             ),
             "",
             "## What a resume may change",
@@ -77,7 +77,15 @@ def meaning(flag: str) -> str:
     return ", ".join(f"{key}={text}" for key, text in ALIASES[flag].items())
 
 
-def flags_of(names: tuple[str, ...]) -> str:
+def successors() -> dict[str, list[str]]:
+    """{what to use instead: the names of other scripts and of earlier versions}."""
+    found: dict[str, list[str]] = {}
+    for name, said in TrainConfig.RENAMED.items():
+        found.setdefault(said.partition(": ")[2], []).append(name)
+    return found
+
+
+def flags_of(names: Iterable[str]) -> str:
     """Flags as a cell names them."""
     return ", ".join(f"`{name}`" for name in names)
 
