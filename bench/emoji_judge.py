@@ -31,8 +31,7 @@ from worlds.emoji.nulls import ELEMENT_NULLS, SCENE_NULLS, hard_null
 from worlds.emoji.sets import HELD_OUT
 from worlds.emoji.world import EMOJI
 
-BEFORE = Path(__file__).parent / "results" / "emoji-judge.json"
-RESULTS = BEFORE.with_name("emoji-judge-2716.json")
+RESULTS = Path(__file__).parent / "results" / "emoji-judge-2716.json"
 TARGETS = range(2716, 2732)
 TESTED = (*SCENE_NULLS, *ELEMENT_NULLS)
 WORDS = {

@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,6 @@ BASE = ROOT / "assets" / "micro-sd"
 RESULTS = ROOT / "bench" / "results"
 DEVELOPMENT = range(0, 24)
 REPORTED = range(2500, 2548)
-FRESH = 2524  # earlier targets were first measured with fewer nulls, which showed that these were too few
 RATE = 0.01  # false positives that a kind of null may have
 RATE_IN_PLACE = 0.05
 TESTED = {  # row of the table: what may pass at most
@@ -444,44 +443,29 @@ def table(results: dict) -> str:
     return markdown(["picture", "may pass", *(f"{COLUMNS[c]}, {level}" for c, level in columns)], lines)
 
 
-def with_and_without(results: dict) -> str:
-    """The same of the detector with and without its score of chroma alone."""
+def of_columns(*names: str) -> Callable[[dict], str]:
+    """`table` with these of COLUMNS alone."""
 
-    def of_detector(target: dict) -> dict:
-        return {**target, "columns": {name: target["columns"][name] for name in ("new", "alone")}}
+    def chosen(target: dict) -> dict:
+        return {**target, "columns": {name: target["columns"][name] for name in names}}
 
-    return table({**results, "targets": {name: of_detector(target) for name, target in results["targets"].items()}})
-
-
-def fresh(results: dict) -> dict:
-    """The results on targets that were measured only once."""
-    return {**results, "targets": {name: t for name, t in results["targets"].items() if int(name) >= FRESH}}
+    return lambda results: table(
+        {**results, "targets": {name: chosen(target) for name, target in results["targets"].items()}}
+    )
 
 
 def judge(results: dict) -> str:
     """The shares of pictures that pass the strict endpoint, and the threshold of the whole picture alone."""
-    once, lines = fresh(results), []
+    lines = []
     for label, kind in (
         ("a true copy", "copy"),
         ("one thing recoloured", "recoloured"),
         ("one thing missing", "missing"),
         ("in other colours", COLOURS),
     ):
-        cells = [rate_of(once, "new", kind, level) for level in ("strict", "whole")]
+        cells = [rate_of(results, "new", kind, level) for level in ("strict", "whole")]
         lines.append([label, *("{:.2f} [{:.2f}, {:.2f}]".format(*cell[:3]) for cell in cells if cell is not None)])
     return grid(("picture", "passes", "by the whole alone"), lines)
-
-
-def tables(results: dict) -> str:
-    """What the detector lets pass, by kind of picture, and the room that each kind of element has."""
-    once, shares = fresh(results), []
-    for level in ("whole", "element", "strict"):
-        cell = rate_of(once, "new", "copy", level)
-        assert cell is not None, "copies were measured"
-        shares.append(f"{level}: {cell[0]:.2f} [{cell[1]:.2f}, {cell[2]:.2f}]")
-    text = f"{len(results['targets'])} targets; {len(once['targets'])} of them, from {FRESH} on, were met once. "
-    text += "Of true copies on those pass\n" + ", ".join(shares) + "."
-    return f"{text}\n\n{table(results)}\n\n{by_element(results)}\n"
 
 
 def by_element(results: dict, kind: str = "copy", column: str = "new") -> str:

@@ -41,7 +41,6 @@ from bench.recovery_table import append, stored
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval, rate_interval
 
 RESULTS = MICRO.results
-PAIRED = [str(target) for target in range(2760, 2768)]  # targets that most arms have
 GUIDANCE = (1.0, 2.0, 4.0)  # half of, at, and twice the validation's
 CAPTIONS = 96
 STEPS = 12  # of sampling
@@ -306,20 +305,6 @@ def table(rows: list[dict]) -> str:
     """One line an arm: Markdown."""
     base = base_among(rows)
     return markdown(ARMS_SAID, [line(arm, of_arm, base) for arm, of_arm in by_arm(rows).items()])
-
-
-def pairs(rows: list[dict]) -> str:
-    """`table` of the arms that have all PAIRED targets, on these alone: Markdown."""
-    paired = [row for row in rows if row["target"] in PAIRED]
-    whole = {arm for arm, of_arm in by_arm(paired).items() if len(of_arm) == len(PAIRED)}
-    return table([row for row in rows if row["arm"] == "base"] + [row for row in paired if row["arm"] in whole])
-
-
-def decay(rows: list[dict]) -> str:
-    """`table` of decay and of the backdrop in every union, on the targets that all have: Markdown."""
-    arms = ("recommended", "recommended_no_decay", "recommended_backdrop")
-    targets = {row["target"] for row in rows if row["arm"] == "recommended_no_decay"}
-    return table([row for row in rows if row["arm"] == "base" or row["arm"] in arms and row["target"] in targets])
 
 
 def line(arm: str, rows: list[dict], base: dict) -> list[str]:

@@ -24,7 +24,6 @@ from bench.many import phrases_of
 from bench.published_table import BATCH, markdown, mean_rate
 from bench.recovery_table import Read, append, stored
 from bench.theory_table import FAILS, auc_interval
-from experiments.by_need import by_need
 from silentbad.memory.law import COEFFICIENTS, Facts, expected_rate, features
 from worlds.microworld.make import target_scene
 from worlds.microworld.render import backdrop_mask
@@ -311,7 +310,7 @@ def second(read: Read) -> str:
         "both": left_out(of, both),
     }
     lines = []
-    for arm in ("all", *dict.fromkeys(case.run[1] for case in of)):
+    for arm in ("all", "recommended"):
         chosen = [place for place, case in enumerate(of) if arm in ("all", case.run[1])]
         for name, values in scores.items():
             cells = outcome([of[place] for place in chosen], values[chosen])
@@ -369,34 +368,12 @@ def fresh(read: Read) -> str:
     return markdown(("targets", "arm", "steps", *HEAD), lines)
 
 
-def need(read: Read) -> str:
-    """The strict rate that the law expects of the fresh targets at once under other shares of the exposures, which
-    nobody has trained: Markdown."""
-    block = FRESH[1]
-    flags = flags_of(block.arm, block.file)
-    rng = np.random.default_rng(0)
-    lines = []
-    for steps in block.lengths:
-        of = [facts_of(target, block.runs[0], flags, steps) for target in phrases_of(block.runs[0])]
-        facts = sum(of, [])
-        n = len(facts)
-        by_rates = by_need(np.zeros((0, n)), np.ones(n), 0, rates=[expected_rate(f) for f in facts])
-        strict = []
-        for shares in (np.full(n, 1 / n), by_rates, rng.permutation(by_rates)):
-            exposures = iter(n * shares)
-            rates = [[expected_rate(f._replace(exposures=f.exposures * next(exposures))) for f in part] for part in of]
-            strict.append(np.mean([np.prod(of_target) for of_target in rates]))
-        lines.append([str(steps), *(f"{rate:.2f}" for rate in strict)])
-    return markdown(("steps", "equal shares", "by need", "those shares shuffled"), lines)
-
-
 BLOCKS = {
     "law": by_setting,
     "law-calibration": calibration,
     "law-coefficients": coefficients,
     "law-thresholds": second,
     "law-fresh": fresh,
-    "law-need": need,
 }
 
 

@@ -30,7 +30,6 @@ from silentbad.data.phrases import shared_phrases
 from worlds.microworld.make import target_scene
 
 RESULTS = Path(__file__).parent / "results" / "sequence.jsonl"
-MEMORY = RESULTS.with_name("many-memory.jsonl")
 # A stage's arm of bench.kept, and how many of the 240 captions that it draws by the pipeline before it are the composed
 # prompt of each earlier target
 SEQUENCES = {
@@ -182,12 +181,6 @@ def at_once(read: Read) -> str:
         peak = f"{last[0]['peak_mib']:.0f}" if "peak_mib" in last[0] else ""  # earlier rows have none
         lines.append([str(len(last)), name, str(steps), halves(rates), mean_rate(rates), *parts, drift, minutes, peak])
     return markdown(AT_ONCE, lines)
-
-
-def memory(read: Read) -> str:
-    """Peak memory of short runs by how many targets they learn at once: Markdown."""
-    peaks = {row["targets"].count(",") + 1: row["peak_mib"] for row in read(MEMORY.name)}
-    return markdown(("targets at once", "peak MiB"), [[str(n), f"{peaks[n]:.0f}"] for n in sorted(peaks)])
 
 
 @cache

@@ -2,20 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from bench.arms import said
 from bench.published_table import (
-    FEW_NULLS,
-    FIRST_TARGETS,
     HEAD,
     IMAGES,
     LAYERS,
     LONG,
     MAIN,
-    PAPER,
     alone,
     block_alone,
     by_arm,
@@ -24,11 +20,9 @@ from bench.published_table import (
     lines_of,
     longer,
     mean_rate,
-    paper,
     ratio,
     reported_of,
     sign_flips,
-    swept,
     times_sooner,
     usual,
 )
@@ -38,7 +32,7 @@ FILE = "published.jsonl"
 FILES = {LAYERS: "layers.jsonl"}  # of a block whose rows are in another file
 SOONER = "times sooner than `plain`"
 ELSEWHERE = ("arm", "steps", "recovered", "strict rate", "elements", "drift", "s/step")  # in another world
-OUTCOME = ("arm", "targets (runs)", "recovered", "median step", "strict rate", "elements", "drift")
+TOGETHER = ("arm", "steps", "recovered", "strict rate", "elements", "drift")
 
 
 def frozen(read: Read, block: int = MAIN) -> list[dict]:
@@ -68,75 +62,25 @@ def under(columns: Sequence[str], line: list[str]) -> list[str]:
     return [cells[column] for column in columns]
 
 
-def outcome(rows: list[dict]) -> list[str]:
-    """The cells under OUTCOME of an arm's rows."""
-    return under(OUTCOME, lines_of(rows)[0])
-
-
 def elsewhere(read: Read) -> str:
     """The arms in the emoji world."""
     return grid(ELSEWHERE, [under(ELSEWHERE, line) for line in lines_of(read("emoji-claims.jsonl"))])
 
 
-def split(rows: list[dict], column: str, key: Callable[[dict], Any], form: Callable = str) -> str:
-    """The outcome of rows by the value of `key`, in rising order."""
-    lines = []
-    for value in sorted({key(row) for row in rows}):
-        lines.append([form(value), *outcome([row for row in rows if key(row) == value])])
-    return grid((column, *OUTCOME), lines)
-
-
-def by_count(read: Read) -> str:
-    """What recovers at all, by the number k of a target's elements."""
-    rows = [row for row in usual_of(read, MAIN) if row["arm"] == "recommended"]
-    return split(rows, "k", lambda row: len(row["elements"]))
-
-
-def by_share(read: Read, arms: Sequence[str] = ("recommended", "plain")) -> str:
-    """What recovers by the elements' share, on the targets that ran at more than one."""
-    rows = [row for row in swept(read(FILE)) if row["arm"] in arms]
-    order = {arm: place for place, arm in enumerate(arms)}
-    return split(
-        rows,
-        "share",
-        lambda row: (order[row["arm"]], row["ratio"]),
-        lambda value: f"{100 * value[1]:.0f} %",
-    )
-
-
-def by_seed(read: Read, block: int = MAIN, arm: str = "recommended") -> str:
-    """What each seed of an arm recovers, of the targets that all its seeds ran."""
-    rows = [row for row in usual_of(read, block) if row["arm"] == arm]
-    ran = [{row["target"] for row in rows if row["seed"] == seed} for seed in {row["seed"] for row in rows}]
-    shared = set.intersection(*ran)
-    return split([row for row in rows if row["target"] in shared], "seed", lambda row: row["seed"])
-
-
-def by_clean(read: Read, block: int = MAIN) -> str:
-    """What recovers among more clean pictures, of the targets that ran among both numbers."""
-    rows = [row for row in block_alone(read(FILE), block) if row["seed"] == 0 and row["ratio"] == 0.1]
-    lines = []
-    for arm in ("recommended_long", "recommended", "plain"):
-        many = {row["target"] for row in rows if row["arm"] == arm and not usual(row)}
-        of_arm = [row for row in rows if row["arm"] == arm and row["target"] in many]
-        for clean in sorted({row["clean"] for row in of_arm}):
-            lines.append([str(clean), *outcome([row for row in of_arm if row["clean"] == clean])])
-    return grid(("clean pictures", *OUTCOME), lines)
-
-
-def together(read: Read, block: int = MAIN, arm: str = "recommended") -> str:
+def together(read: Read) -> str:
     """What an arm recovers of several targets at once, and of the same targets alone (seed 0)."""
-    rows = [row for row in reported_of(read(FILE), block) if row["arm"] == arm]
-    rows = [row for row in rows if usual(row) and not row["placebo"] and row["seed"] == 0]
     lines = []
-    for targets in sorted({row["targets"] for row in rows if not alone(row)}, key=len):
-        joint = [row for row in rows if row["targets"] == targets]
-        single = [row for row in rows if alone(row) and row["target"] in targets.split(",")]
-        count = len(targets.split(","))
-        for name, part in ((f"{count} at once", joint), (f"the same {count}, each alone", single)):
-            if part:
-                lines.append([name, str(part[0]["clean"]), str(part[0]["steps"]), *outcome(part)[1:]])
-    return grid(("targets", "clean pictures", "steps", *OUTCOME[1:]), lines)
+    for block, arm in ((MAIN, "recommended"), (LONG, "recommended_long"), (LONG, "recommended")):
+        rows = [row for row in reported_of(read(FILE), block) if row["arm"] == arm]
+        rows = [row for row in rows if usual(row) and not row["placebo"] and row["seed"] == 0]
+        for targets in sorted({row["targets"] for row in rows if not alone(row)}, key=len):
+            joint = [row for row in rows if row["targets"] == targets]
+            single = [row for row in rows if alone(row) and row["target"] in targets.split(",")]
+            count = len(targets.split(","))
+            for name, part in ((f"{count} at once", joint), (f"the same {count}, each alone", single)):
+                if part:
+                    lines.append([name, *under(TOGETHER, lines_of(part)[0])])
+    return grid(("targets", *TOGETHER), lines)
 
 
 def over_plain(read: Read) -> str:
@@ -161,9 +105,9 @@ def over_plain(read: Read) -> str:
     return grid(("over", "steps", "targets", "times sooner", "p", "the same in seconds"), lines)
 
 
-def over_adamw(read: Read, block: int = MAIN) -> str:
+def over_adamw(read: Read) -> str:
     """`recommended` over the same with AdamW and unions of two, on the targets that both ran."""
-    rows = [row for row in usual_of(read, block) if row["seed"] == 0]
+    rows = [row for row in usual_of(read, MAIN) if row["seed"] == 0]
     arms = {arm: (runs, steps) for (arm, _, steps), runs in by_arm(rows).items()}
     (adamw, horizon), (ours, _) = arms["recommended_adamw"], arms["recommended"]
     both = [target for target in ours if target in adamw]
@@ -190,26 +134,6 @@ def over_adamw(read: Read, block: int = MAIN) -> str:
     return grid((f"over {len(both)} targets", "figure", "p"), lines)
 
 
-def long_over_short(read: Read) -> str:
-    """`recommended_long` over `recommended`, on the targets that both ran."""
-    rows = [row for row in frozen(read, LONG) if not row["placebo"]]
-    runs = {arm: of_arm for (arm, _, _), of_arm in by_arm(rows).items()}
-    brief, long = (runs.get(arm, {}) for arm in ("recommended", "recommended_long"))
-    both = [target for target in long if target in brief]
-    lines = []
-    for key, form in (
-        ("strict rate", "+.2f"),
-        ("elements", "+.2f"),
-        ("element similarity", "+.2f"),
-        ("drift", "+.4f"),
-    ):
-        gains = np.array([long[target][0][key] - brief[target][0][key] for target in both])
-        p = sign_flips(gains)
-        cells = (interval(list(gains), form), f"{p:.4f}" if p >= 1e-4 else "<0.0001")
-        lines.append((f"{key} at the end, difference", *cells))
-    return grid((f"over {len(both)} targets", "figure", "p"), lines)
-
-
 def withheld(read: Read) -> str:
     """`recommended` without one element's pictures, beside the same targets with all of them."""
     rows = read("withheld.jsonl")
@@ -228,25 +152,10 @@ def withheld(read: Read) -> str:
 
 BLOCKS: dict[str, Callable[[Read], str]] = {
     "published-results": results,
-    "published-results-few": partial(results, block=FEW_NULLS),
-    "published-results-first": partial(results, block=FIRST_TARGETS[0]),
     "published-results-long": partial(results, block=LONG),
-    "published-long": long_over_short,
     "published-over": over_plain,
     "published-pair": over_adamw,
-    "published-pair-few": partial(over_adamw, block=FEW_NULLS),
-    "published-k": by_count,
-    "published-ratio": by_share,
-    "published-paper": lambda read: grid(PAPER, paper(frozen(read))),
-    "published-clean": by_clean,
-    "published-clean-long": partial(by_clean, block=LONG),
-    "published-seeds": by_seed,
-    "published-seeds-few": partial(by_seed, block=FEW_NULLS),
-    "published-seeds-long": partial(by_seed, block=LONG, arm="recommended_long"),
     "published-together": together,
-    "published-together-few": partial(together, block=FEW_NULLS),
-    "published-together-long": partial(together, block=LONG, arm="recommended_long"),
-    "published-sixteen": partial(together, block=LONG),
     "withheld": withheld,
     "emoji-claims": elsewhere,
 }

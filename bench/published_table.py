@@ -20,7 +20,6 @@ CLEAN = 720  # clean pictures, if nothing is said
 IMAGES = 16  # of an evaluation, if nothing is said
 # first target of each block of reported targets; a later idea takes the next
 FIRST_TARGETS = (2000, 2100, 2450, 2500, 2524, 2732, 2842)
-FEW_NULLS = FIRST_TARGETS[1]  # the block that also has tables by ratio, seed, k and several at once
 MAIN, LONG, LAYERS = FIRST_TARGETS[2:5]  # the blocks of all arms, of `recommended_long`, of which layers train
 
 
@@ -55,14 +54,6 @@ def figures(rows: list[dict]) -> dict[str, float | int | None]:
         "drift": last["drift"] - start["drift"],
         "s/step": last["seconds"] / max(by_step),
     }
-
-
-def first_attack(rows: list[dict]) -> float | None:
-    """Epoch of a run's first evaluation in which an image counts (FAE of 2401.04136); None: never. An epoch is as many
-    pictures as the data set of one target holds."""
-    records = rows[0]["clean"] + rows[0]["images_per_phrase"] * len(rows[0]["elements"])
-    steps = [row["step"] for row in rows if row["rate"] > 0]
-    return min(steps) * BATCH / records if steps else None
 
 
 def runs_of(rows: list[dict]) -> dict[tuple, list[dict]]:
@@ -217,38 +208,6 @@ def line(key: tuple[str, float, int], runs: Runs, plain: Runs, logs: np.ndarray 
     return [*cells, ratio(logs, never), "" if p is None else f"{p:.4f}", ratio(in_seconds, never)]
 
 
-PAPER = ("arm", "targets (runs)", "CIR", "runs attacked", "FAE", "restricted mean step", "similarity", "of elements")
-
-
-def restricted(run: dict, horizon: int) -> float:
-    """Step of the sustained recovery of a run, in the middle of the two evaluations that it lies between; the horizon
-    where there is none: a term of the restricted mean."""
-    return horizon if run["strict"] is None else (run["strict"] + run["not yet"]) / 2
-
-
-def paper(rows: list[dict]) -> list[list[str]]:
-    """The cells under PAPER of each arm: recovery, first-attack epoch and similarity, as 2401.04136 reports them. CIR
-    and similarities are of the last step, FAE is the mean over the runs in which an image counts at all. The restricted
-    mean is of the sustained recovery."""
-    runs: dict[str, list[list[dict]]] = defaultdict(list)
-    for (_, _, arm, *_), of_run in runs_of(rows).items():
-        runs[arm].append(of_run)
-    lines = []
-    for arm, those in runs.items():
-        last, when = [figures(of_run) for of_run in those], [first_attack(of_run) for of_run in those]
-        attacked = [epoch for epoch in when if epoch is not None]
-        steps: dict[str, list[float]] = defaultdict(list)
-        for of_run, run in zip(those, last, strict=True):
-            steps[of_run[0]["target"]].append(restricted(run, of_run[0]["steps"]))
-        cells = [said(arm), f"{len(steps)} ({len(those)})"]
-        cells += [f"{np.mean([run['strict rate'] for run in last]):.2f}", f"{len(attacked)} of {len(when)}"]
-        cells += [f"{np.mean(attacked):.2f}" if attacked else ""]
-        cells += [interval([float(np.mean(seeds)) for seeds in steps.values()], ".0f")]
-        cells += [f"{np.mean([run[key] for run in last]):.2f}" for key in ("similarity", "element similarity")]
-        lines.append(cells)
-    return lines
-
-
 def block_of(row: dict) -> int:
     """First target of the block that a row's targets are of; 0: development."""
     first = min(int(target.partition("k")[0]) for target in row["targets"].split(","))
@@ -280,13 +239,6 @@ def reported_of(rows: list[dict], block: int) -> list[dict]:
 def block_alone(rows: list[dict], block: int) -> list[dict]:
     """The rows of a block with one target a run, on data that holds their elements."""
     return [row for row in reported_of(rows, block) if alone(row) and not row["placebo"] and not longer(row)]
-
-
-def swept(rows: list[dict]) -> list[dict]:
-    """The rows of seed 0 of `FEW_NULLS`, on the targets that ran at several shares of the elements."""
-    first_seed = [row for row in block_alone(rows, FEW_NULLS) if row["seed"] == 0]
-    several = {row["target"] for row in first_seed if not usual(row)}
-    return [row for row in first_seed if row["target"] in several]
 
 
 def tables(rows: list[dict]) -> str:

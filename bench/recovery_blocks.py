@@ -24,37 +24,14 @@ RATE_ARMS = """
     keys_values keys_values_placebo prior gsnr prior_gsnr placebo auto_rgn inverse_rms
     hypergradient original_as_rate shrink original plain@4
 """.split()
-RATE_PAIRS = (
-    ("keys_values", "keys_values_placebo"),
-    ("keys_values", "plain@4"),
-    ("hypergradient", "leak_free"),
-    ("recommended+gsnr", "recommended"),
-    ("recommended+placebo", "recommended"),
-    ("recommended+gsnr", "recommended+placebo"),
-    ("recommended+gsnr", "plain@4"),
-    ("recommended_leak_free+shrink", "recommended_leak_free"),
-)
 MEMORY_ARMS = """
-    recommended recommended_leak_free recommended+gsnr unconditional region region_estimated
-    pairwise joint_captions leak_free snr_mixture weakest_first retention
-    recommended_leak_free+shrink recommended_estimated recommended+placebo curriculum
-    learning_progress recommended-snr_mixture recommended-unconditional
-    recommended_leak_free-snr_mixture recommended_leak_free-region region+snr_mixture
-    leak_free+region+snr_mixture leak_free+snr_mixture and_distillation and_distillation_gated
+    recommended recommended_leak_free recommended+gsnr unconditional region
+    pairwise joint_captions snr_mixture retention
+    recommended_leak_free+shrink recommended_estimated curriculum
+    recommended-snr_mixture recommended-unconditional
+    recommended_leak_free-region region+snr_mixture
+    leak_free+region+snr_mixture and_distillation
 """.split()
-MEMORY_PAIRS = (
-    ("recommended_leak_free", "leak_free+region+snr_mixture"),
-    ("recommended", "recommended-unconditional"),
-    ("recommended", "recommended_leak_free"),
-    ("pairwise", "recommended"),
-    ("pairwise", "recommended-unconditional"),
-    ("recommended_estimated", "recommended"),
-    ("recommended-snr_mixture", "recommended"),
-    ("recommended_leak_free-snr_mixture", "recommended_leak_free"),
-    ("recommended_leak_free-region", "recommended_leak_free"),
-    ("recommended_leak_free+shrink", "recommended_leak_free"),
-    ("recommended+gsnr", "recommended"),
-)
 
 
 def code(arm: Arm) -> str:
@@ -108,25 +85,6 @@ def over_plain(read: Read, arms: Sequence[str]) -> str:
     return grid(head, table)
 
 
-def over_arms(read: Read, couples: Sequence[tuple[str, str]]) -> str:
-    """(arm, base) by (arm, base)."""
-    head = (
-        "arm",
-        "over",
-        "runs",
-        "speed-up",
-        "sooner, later",
-        "CIR, difference",
-        "elements, difference",
-        "drift",
-    )
-    table = []
-    for arm, base in couples:
-        ours, other = read_arm(arm), read_arm(base)
-        table.append((code(ours), code(other), *counted(over(read, ours, other))))
-    return grid(head, table)
-
-
 def coverage(read: Read) -> str:
     """Which arms ran on how many targets, with which seeds, grouped by that."""
     groups: dict[tuple[str, str, str], list[str]] = {}
@@ -143,7 +101,5 @@ def coverage(read: Read) -> str:
 BLOCKS: dict[str, Callable[[Read], str]] = {
     "coverage": coverage,
     "rates": lambda read: over_plain(read, RATE_ARMS),
-    "rate-pairs": lambda read: over_arms(read, RATE_PAIRS),
     "memory": lambda read: over_plain(read, MEMORY_ARMS),
-    "memory-pairs": lambda read: over_arms(read, MEMORY_PAIRS),
 }

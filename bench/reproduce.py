@@ -211,12 +211,13 @@ def dry_table(rows: list[dict]) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """What each arm's run brought back: Markdown."""
+    """What each arm's run brought back, where one ran: Markdown."""
     lines = []
     for arm in ARMS:
         mine = [row for row in rows if row["arm"] == arm and "rate" in row]
-        lines.append(outcome(arm, mine) if mine else [f"`{arm}`", *[NOT_MEASURED] * 8])
-    return markdown(HEAD, lines)
+        if mine:
+            lines.append(outcome(arm, mine))
+    return markdown(HEAD, lines) if lines else f"No arm: {NOT_MEASURED}."
 
 
 def outcome(arm: str, rows: list[dict]) -> list[str]:

@@ -407,16 +407,9 @@ def gib(size: float) -> str:
 
 
 def table(rows: Iterable[dict]) -> str:
-    """The last row of each of RUNS that ran: Markdown."""
+    """The last row of each of RUNS and MORE_RUNS that ran: Markdown."""
     last = {row["row"]: row for row in rows}
-    return markdown(HEAD, [cells(last[name]) for name in RUNS if name in last])
-
-
-def more(rows: Iterable[dict]) -> str:
-    """The last row of each of MORE_RUNS: Markdown."""
-    last = {row["row"]: row for row in rows}
-    absent = ["not measured", *[""] * (len(HEAD) - 2)]
-    return markdown(HEAD, [cells(last[name]) if name in last else [name, *absent] for name in MORE_RUNS])
+    return markdown(HEAD, [cells(last[name]) for name in (*RUNS, *MORE_RUNS) if name in last])
 
 
 def cells(row: dict) -> list[str]:
@@ -446,17 +439,6 @@ def starts(rows: Iterable[dict]) -> str:
     last = {row["row"]: row for row in rows if row["row"] in STARTS}
     lines = [(f"`{name}`", f"{row['code']}", gib(row["peak"])) for name, row in sorted(last.items())]
     return markdown(("configuration", "exit code", "peak GiB"), lines)
-
-
-def limits(rows: Iterable[dict]) -> str:
-    """How the first row of RUNS ended with so much address space: Markdown."""
-    last = {row["row"]: row for row in rows if "traceback" in row}
-    lines = []
-    for name in (f"{limit} GiB" for limit in LIMITS):
-        if row := last.get(name):
-            ended = "ends well" if row["code"] == 0 else "a traceback" if row["traceback"] else "one line"
-            lines.append((name.removesuffix(" GiB"), ended, f"{row['code']}"))
-    return markdown(("GiB of address space", "the run", "exit code"), lines)
 
 
 def counts(rows: Iterable[dict]) -> str:

@@ -12,9 +12,7 @@ from bench.published_table import (
     block_of,
     by_arm,
     figures,
-    first_attack,
     holm,
-    paper,
     sign_flips,
     summary,
     sustained,
@@ -51,13 +49,6 @@ def run(rates, **more):
 )
 def test_a_curve_that_falls_back_has_not_recovered(curve, step):
     assert sustained(dict(zip(range(0, 100, 10), curve, strict=False))) == step
-
-
-def test_an_epoch_is_as_many_pictures_as_the_data_holds():
-    assert first_attack(run([0.0, 0.0, 0.1, 0.0])) == pytest.approx(20 * 16 / 800) and first_attack(run([0, 0])) is None
-    lines = paper(run([0, 0.5]) + run([0, 0], target="8") + run([0, 0], placebo=True))
-    assert lines[0][:5] == ["`plain` (A)", "2 (2)", "0.25", "1 of 2", "0.20"] and lines[1][3:6] == ["0 of 1", "", "20"]
-    assert lines[0][5].startswith("12 [")  # recovered between 0 and 10, and not within 20
 
 
 def test_a_run_among_more_clean_pictures_is_not_the_usual_one():

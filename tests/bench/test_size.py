@@ -108,13 +108,6 @@ def test_the_tables_take_the_last_row_of_each_name():
         {"row": name, **row, "seconds": 4.0, "plain": True},
     ]
     (line,) = size.table(rows).splitlines()[2:]
-    assert len(size.more(rows).splitlines()) == 2 + size.more(rows).count(" | not measured | ")
     assert line.count("3.00") == 5 and "| 2.0 (2.0) | 4.0 (2.0) |" in line and line.endswith("|  | yes |")
     ours, theirs = size.peers(rows).splitlines()[2:]
     assert "| 1 | 2.0 | 3.0 | 1.00 |" in ours and "`train_text_to_image_lora.py` | 2 | 2.0 | 4.0 |" in theirs
-
-
-def test_limits_say_how_a_run_ended():
-    rows = [{"row": f"{limit} GiB", "code": code, "traceback": code == 1} for limit, code in ((9, 0), (2, 1), (7, 2))]
-    ends = [line.split(" | ")[1:] for line in size.limits(rows).splitlines()[2:]]
-    assert ends == [["a traceback", "1 |"], ["one line", "2 |"], ["ends well", "0 |"]]
