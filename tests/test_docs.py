@@ -412,6 +412,12 @@ def test_user_pages_are_read_in_two_hours():
     assert sum(map(len, words)) <= 18_000
 
 
+def test_research_is_read_in_five_hours():
+    """Words, and no marks of tables."""
+    texts = [page.read_text(encoding="utf-8") for page in ROOT.glob("research/*.md")]
+    assert sum(bool(re.search(r"\w", word)) for text in texts for word in text.split()) <= 45_000
+
+
 # ---------------------------------------------------------------- what documents have run
 
 
