@@ -143,6 +143,11 @@ def test_images_are_cut_from_a_grid_without_the_target(tmp_path):
     assert [image.getpixel((0, 0)) for image in images] == [(0, 0, 255), (255, 0, 0)]
 
 
+def test_images_are_judged_by_the_detector_of_their_world():
+    assert judged.detector_of(WORLDS["microworld"]) is None
+    assert judged.detector_of(WORLDS["emoji"]) == str(WORLDS["emoji"].base / "embedder")
+
+
 def test_images_judged_again_stand_beside_their_own_time_and_copies(rows):
     again = [{"arm": "recommended", "target": name, "steps": 400, "rate": 0.25} for name in ("1", "2")]
     again += [{"arm": judged.COPIES, "target": name, "steps": 0, "rate": rate} for name, rate in (("1", 1), ("2", 0))]
