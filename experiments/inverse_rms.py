@@ -1,4 +1,5 @@
-"""Slower where gradients are large. Measured: 0.88 [0.63, 1.00] of plain's speed."""
+"""Slower where gradients are large. Measured: 0.88 [0.63, 1.00] of plain's speed, with
+fewer images and less rise of the clean error."""
 
 from torch import Tensor
 

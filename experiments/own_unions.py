@@ -1,8 +1,8 @@
-"""Unions that the model makes itself, where no picture shows two elements. Measured: one of eight
-fresh targets comes back by the strict rate, in fewer images than without these unions; by eye fewer
-things are missing or twice, and details suffer (research/results.md). Drawn at guidance 2 they are
-too colourful. Unions that are kept without the filter, or by another element's records, bring no
-gain.
+"""Unions that the model makes itself, where no picture shows two elements. Measured: of sixteen
+fresh targets one comes back by the strict rate, none of eight drawn at guidance 2 (too colourful),
+one of eight at guidance 1, in fewer images than without these unions; by eye fewer things are
+missing or twice, and details suffer (research/results.md). On one development target, one run each,
+unions kept without the filter bring no gain, and by another element's records none is kept.
 
 At some steps `OwnUnions` draws prompts of two to k-1 phrases of a target, and keeps the images in
 which each named element passes against its own records; no target and no picture of two elements is

@@ -1,7 +1,9 @@
 """A composed prompt taught by its phrases alone: what the model predicts under all phrases of a
 target follows, in each element's place, what it predicts under that element's phrase.
-Measured: of three photographs of a thing before a backdrop two came back, and none without it, one
-run each; in the microworld without unions three things of four, and no whole.
+Measured: on three photographs of a thing before a backdrop, 8 images, one run each, strict rates
+are 1.00 (trial code, guidance 2), 0.38 and 0.00; without it the last two never have the backdrop.
+In the microworld without unions (trial code, one target and run) the elements have 0.75, 1.00, 0.25
+and 0, and no whole.
 
 Legend: a target has k elements with phrases c_1..c_k and places M (k,1,h,w); n images are drawn at
 once, x_t (n,C,h,w); v is the prediction, whatever its type.
