@@ -302,7 +302,7 @@ class Memory(Hook):
             rank=rank,
             world=world,
         )
-        return Auxiliaries(AUXILIARY, choices, self.access.unet, facts)
+        return Auxiliaries(AUXILIARY, choices, unet=self.access.unet, facts=facts)
 
     # ---- the step
     def timesteps(

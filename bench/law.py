@@ -124,9 +124,10 @@ def cases_of(row: dict, file: str) -> list[Case]:
     targets = row.get("targets", row["target"])
     arm = "recommended_2026" if (file != "kept.jsonl" and row["arm"] == "recommended") else row["arm"]
     at_once = targets.count(",") + 1
+    run = (at_once, arm, row["steps"] // at_once)
     facts = facts_of(row["target"], targets, flags_of(row["arm"], file), row["steps"])
     return [
-        Case(row["target"], (at_once, arm, row["steps"] // at_once), of_element, rate, row["rate"])
+        Case(target=row["target"], run=run, facts=of_element, rate=rate, strict=row["rate"])
         for of_element, rate in zip(facts, row["elements"], strict=True)
     ]
 

@@ -136,10 +136,13 @@ class RegionalDistillation:
         position = (micro * facts.world + facts.rank) * self.images
         positions = [position + n for n in range(self.images)]
         noise = rng.noise(shape, facts.seed, "composition", step, positions)
-        caption = ", ".join(said)
-        begun = (step, micro)
         return Drawing(
-            begun, phrases, caption, places(masks).to(device), timesteps, noise.to(device)
+            begun=(step, micro),
+            phrases=phrases,
+            caption=", ".join(said),
+            places=places(masks).to(device),
+            timesteps=timesteps,
+            latents=noise.to(device),
         )
 
     def __call__(self, now: MicroStep) -> torch.Tensor | None:
