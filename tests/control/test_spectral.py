@@ -137,7 +137,9 @@ def test_a_momentum_out_of_range_is_refused():
         SpectralAdamW([nn.Parameter(torch.zeros(2, 2))], momentum=1.0)
 
 
-@pytest.mark.parametrize("dtype, tflop", [(torch.float32, 11.4), (torch.bfloat16, 22.4)])
+@pytest.mark.parametrize(
+    "dtype, tflop", [(torch.float32, 11.4), pytest.param(torch.bfloat16, 22.4, marks=pytest.mark.thorough)]
+)
 def test_the_cost_at_the_size_of_stable_diffusion(dtype, tflop):
     with torch.device("meta"):
         unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768)

@@ -42,11 +42,11 @@ def sharded(inputs: dict, out: Path, **changes) -> None:
 
 
 CASES = {  # changes of both; of the run in shards alone; `make test` has the first
-    "SDXL, bf16": ({"mixed_precision": "bf16", "pretrained_model_name_or_path": "xl"}, {}),
     "accumulation, DREAM": (
         {"gradient_accumulation_steps": 2, "dream_training": True, "pretrained_model_name_or_path": "epsilon"},
         {"max_batch_size": 1, "gradient_checkpointing": True},
     ),
+    "SDXL, bf16": ({"mixed_precision": "bf16", "pretrained_model_name_or_path": "xl"}, {}),
     "SDXL, placebo of prior": (
         {
             "pretrained_model_name_or_path": "xl",

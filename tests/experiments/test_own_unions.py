@@ -68,6 +68,7 @@ def test_an_image_that_lacks_an_element_is_not(others, monkeypatch):
     assert {phrase for union in KEPT["t2"] for phrase in union.phrases} == {"a red dot", "a meadow"}
 
 
+@pytest.mark.thorough
 def test_the_controls_keep_all_and_judge_by_other_elements(others, monkeypatch):
     drawn(others, monkeypatch, "none", knows=())
     assert len(KEPT["t2"]) == 24
