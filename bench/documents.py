@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,8 @@ BLOCKS: dict[str, Block] = {
     "reproduce": of(reproduce.RESULTS, reproduce.table),
     "reproduce-dry": of(reproduce.RESULTS, reproduce.dry_table),
     "judge": of("instrument-2812.json", instrument.judge),
-    "judge-later": of("instrument-2548.json", instrument.of_columns("today", "new", "ssim")),
-    "judge-chroma": of("instrument-2812.json", instrument.of_columns("new", "alone")),
+    "judge-later": of("instrument-2548.json", partial(instrument.table, only=("today", "new", "ssim"))),
+    "judge-chroma": of("instrument-2812.json", partial(instrument.table, only=("new", "alone"))),
     "emoji-audit": of("shield-audit-emoji.jsonl", shield_table.audit_table),
     "emoji-sd": lambda read: export.measured(json.loads((BASES["emoji"] / "measured.json").read_text())),
     "emoji-claims-over": of("emoji-claims.jsonl", layers.compared),

@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -430,9 +430,9 @@ def columns_of(results: dict) -> list[str]:
     return [c for c in COLUMNS if all(c in target["columns"] for target in results["targets"].values())]
 
 
-def table(results: dict) -> str:
-    """The pass-rate table in markdown."""
-    columns = [(c, level) for c in columns_of(results) for level in LEVELS[c]]
+def table(results: dict, only: Collection[str] = tuple(COLUMNS)) -> str:
+    """The pass-rate table in markdown, of these COLUMNS."""
+    columns = [(c, level) for c in columns_of(results) if c in only for level in LEVELS[c]]
     lines = []
     for kind, bar in {**TESTED, COLOURS: None, **COPIES}.items():
         rates = [rate_of(results, c, kind, level) for c, level in columns]
@@ -441,17 +441,6 @@ def table(results: dict) -> str:
             cells = ["" if f is None else f"{f[0]:.3f} [{f[1]:.3f}, {f[2]:.3f}]" for f in rates]
             lines.append([WORDS[kind], limit, *cells])
     return markdown(["picture", "may pass", *(f"{COLUMNS[c]}, {level}" for c, level in columns)], lines)
-
-
-def of_columns(*names: str) -> Callable[[dict], str]:
-    """`table` with these of COLUMNS alone."""
-
-    def chosen(target: dict) -> dict:
-        return {**target, "columns": {name: target["columns"][name] for name in names}}
-
-    return lambda results: table(
-        {**results, "targets": {name: chosen(target) for name, target in results["targets"].items()}}
-    )
 
 
 def judge(results: dict) -> str:

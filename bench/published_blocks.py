@@ -41,9 +41,9 @@ def frozen(read: Read, block: int = MAIN) -> list[dict]:
     return [row for row in rows if usual(row) and alone(row) and not longer(row)]
 
 
-def usual_of(read: Read, block: int) -> list[dict]:
-    """The rows of a block with one target a run, in the usual setting."""
-    return [row for row in block_alone(read(FILE), block) if usual(row)]
+def usual_of(read: Read) -> list[dict]:
+    """The rows of MAIN with one target a run, in the usual setting."""
+    return [row for row in block_alone(read(FILE), MAIN) if usual(row)]
 
 
 def arms_of(read: Read, block: int = MAIN) -> dict[str, dict[str, str]]:
@@ -107,7 +107,7 @@ def over_plain(read: Read) -> str:
 
 def over_adamw(read: Read) -> str:
     """`recommended` over the same with AdamW and unions of two, on the targets that both ran."""
-    rows = [row for row in usual_of(read, MAIN) if row["seed"] == 0]
+    rows = [row for row in usual_of(read) if row["seed"] == 0]
     arms = {arm: (runs, steps) for (arm, _, steps), runs in by_arm(rows).items()}
     (adamw, horizon), (ours, _) = arms["recommended_adamw"], arms["recommended"]
     both = [target for target in ours if target in adamw]
@@ -138,7 +138,7 @@ def withheld(read: Read) -> str:
     """`recommended` without one element's pictures, beside the same targets with all of them."""
     rows = read("withheld.jsonl")
     targets = {row["target"] for row in rows}
-    whole = [row for row in usual_of(read, MAIN) if row["arm"] == "recommended" and row["seed"] == 0]
+    whole = [row for row in usual_of(read) if row["arm"] == "recommended" and row["seed"] == 0]
     shown = {"all": [row for row in whole if row["target"] in targets], "all but the first": rows}
     lines = []
     for name, part in shown.items():
