@@ -2,6 +2,7 @@
 
     python -m bench.law              the law from stored rows, for targets left out and for fresh targets
     python -m bench.law --predict    writes bench/results/law-predicted.jsonl, before anybody trains on its targets
+    python -m bench.law --need own   flags of `bench.published --flags`: exposures by the predicted rates
 
 A logistic regression of the share of images that show an element, on the features of silentbad/memory/law.py, which has
 the coefficients too. It is fitted to the last evaluation of the runs of `ROWS`, of targets up to `LAST`. The unit is
@@ -10,6 +11,7 @@ research/protocol.md#what-is-frozen-the-law.
 """
 
 import argparse
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -19,11 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.arms import KEPT, KEPT_AT, PUBLISHED, Flags
-from bench.many import phrases_of
-from bench.published_table import BATCH, markdown, mean_rate
+from bench.arms import KEPT, KEPT_AT, PUBLISHED, Flags, experiment, part
+from bench.many import halves, phrases_of
+from bench.published_table import BATCH, interval, markdown, mean_rate
 from bench.recovery_table import Read, append, stored
 from bench.theory_table import FAILS, auc_interval
+from experiments.by_need import by_need
 from silentbad.memory.law import COEFFICIENTS, Facts, expected_rate, features
 from worlds.microworld.make import target_scene
 from worlds.microworld.render import backdrop_mask
@@ -42,6 +45,16 @@ ROWS = {
     "kept.jsonl": ("recommended", "recommended_2026", "own_pictures", "own_pictures_long"),
 }
 RATE = 40.0  # learning rate of these arms in the published setting, in units of 1e-4
+# Shares of the exposures of the fresh targets at once -> by whose predicted rates
+SHARES = {"equal": "", "by need": "own", "those of other elements": "shuffled"}
+BY_SHARES = (
+    "shares",
+    "strict rate expected",
+    "half of the images or more",
+    "strict rate",
+    "elements",
+    "less equal shares",
+)
 BINS = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)  # of expected rates
 DRAWS = 200  # fits to resampled targets
 # A second model, of targets trained alone: coefficients of 1, of the law's log odds and of the element's threshold.
@@ -369,23 +382,71 @@ def fresh(read: Read) -> str:
     return markdown(("targets", "arm", "steps", *HEAD), lines)
 
 
+def predicted_at_once(read: Read, whose: str) -> list[float]:
+    """The expected rates of all elements of the fresh targets at once at the longest run, in the order of the data;
+    `shuffled`: each has another element's."""
+    block = FRESH[1]
+    of_run = (block.name, block.lengths[-1])
+    rates = [row["expected"] for row in read(PREDICTED.name) if (row["block"], row["steps"]) == of_run]
+    return np.random.default_rng(0).permutation(rates).tolist() if whose == "shuffled" else rates
+
+
+def shares_flags(read: Read, whose: str) -> str:
+    """Flags of training, as JSON, that expose these elements by need."""
+    return json.dumps(part("sampler", experiment("by_need"), rates=predicted_at_once(read, whose)))
+
+
+def need(read: Read) -> str:
+    """The strict rate of the fresh targets at once by the shares of the exposures, expected and measured: Markdown."""
+    block = FRESH[1]
+    steps = block.lengths[-1]
+    flags = flags_of(block.arm, block.file)
+    facts = [facts_of(target, block.runs[0], flags, steps) for target in phrases_of(block.runs[0])]
+    n = sum(map(len, facts))
+    rows = [row for row in read(block.file) if (row["targets"], row["step"]) == (block.runs[0], steps)]
+    equal = {row["target"]: row["rate"] for row in rows if row["flags"] is None}
+    lines = []
+    for name, whose in SHARES.items():
+        q = (
+            by_need(np.zeros((0, n)), np.ones(n), 0, rates=predicted_at_once(read, whose))
+            if whose
+            else np.full(n, 1 / n)
+        )
+        factors = iter(n * q)
+        expected_of = [[expected_rate(f._replace(exposures=f.exposures * next(factors))) for f in of] for of in facts]
+        ran = [row for row in rows if row["flags"] == (shares_flags(read, whose) if whose else None)]
+        cells = ["not run", "", "", ""]
+        if ran:
+            rates = [row["rate"] for row in ran]
+            gains = [row["rate"] - equal[row["target"]] for row in ran]
+            elements = mean_rate([float(np.mean(row["elements"])) for row in ran])
+            cells = [halves(rates), mean_rate(rates), elements, interval(gains, "+.2f") if whose else ""]
+        lines.append([name, f"{np.mean([np.prod(of) for of in expected_of]):.2f}", *cells])
+    return markdown(BY_SHARES, lines)
+
+
 BLOCKS = {
     "law": by_setting,
     "law-calibration": calibration,
     "law-coefficients": coefficients,
     "law-thresholds": second,
     "law-fresh": fresh,
+    "law-need": need,
 }
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--predict", action="store_true", help="write the predictions for the fresh targets again")
+    parser.add_argument("--need", choices=("own", "shuffled"), help="print flags of training: exposures by whose rates")
     args = parser.parse_args(argv)
     if args.predict:
         PREDICTED.unlink(missing_ok=True)
         append(PREDICTED, predictions())
     read = cache(lambda name: stored(PREDICTED.with_name(name)))
+    if args.need:
+        print(shares_flags(read, args.need))
+        return
     print(*(table(read) for table in BLOCKS.values()), sep="\n\n")
 
 

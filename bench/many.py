@@ -38,6 +38,11 @@ SEQUENCES = {
     "rehearsed": ("recommended", 48),
 }
 CONTROL = "recommended_long"  # with phrases as they come
+CHANGES = {
+    "recommended_long_context": "captions with more of the target's phrases",
+    "decoder_long": "the decoder alone, 1.5 times the steps",
+}
+LONGER = {"decoder_long": 1.5}  # times the control's steps, for equal seconds
 # what a row's `unique_phrases` says of its data
 OWN_PHRASES = {True: "phrases of one target each, by digits", "names": "phrases of one target each, by names"}
 AT_ONCE = (
@@ -160,7 +165,7 @@ def halves(rates: list[float]) -> str:
 def at_once(read: Read) -> str:
     """What passes of targets learnt at once, and of their elements by whether another target has the phrase too."""
     runs: dict[tuple, list[dict]] = defaultdict(list)
-    for row in read("many.jsonl"):
+    for row in as_frozen(read):
         runs[row["targets"], row["unique_phrases"], row["arm"], row["steps"]].append(row)
     lines = []
     for (targets, unique, arm, steps), rows in sorted(runs.items(), key=lambda run: len(run[0][0])):
@@ -183,6 +188,11 @@ def at_once(read: Read) -> str:
     return markdown(AT_ONCE, lines)
 
 
+def as_frozen(read: Read) -> list[dict]:
+    """The rows of runs at once without further flags; bench.law has those with shares by need."""
+    return [row for row in read("many.jsonl") if row["flags"] is None]
+
+
 @cache
 def phrases_of(targets: str) -> dict[str, list[str]]:
     """{target: phrases} of targets of the microworld."""
@@ -192,21 +202,21 @@ def phrases_of(targets: str) -> dict[str, list[str]]:
 def differences(read: Read) -> str:
     """What a change adds to the strict rate and the elements of the same targets: Markdown."""
     runs: dict[tuple, dict[str, dict]] = defaultdict(dict)
-    for row in read("many.jsonl"):
+    for row in as_frozen(read):
         if row["step"] == row["steps"]:
             of_run = (row["targets"], row["steps"], row["arm"], row["unique_phrases"])
             runs[of_run][row["target"]] = row
     lines = []
     in_order = sorted(runs.items(), key=lambda run: (len(run[1]), *map(str, run[0])))
     for (targets, steps, arm, unique), changed in in_order:
-        control = runs.get((targets, steps, CONTROL, False))
+        control = runs.get((targets, round(steps / LONGER.get(arm, 1)), CONTROL, False))
         if control is None or (arm, unique) == (CONTROL, False):
             continue
         gains = {
             "strict rate": [row["rate"] - control[target]["rate"] for target, row in changed.items()],
             "elements": [mean(row["elements"]) - mean(control[target]["elements"]) for target, row in changed.items()],
         }
-        name = OWN_PHRASES.get(unique, "captions with more of the target's phrases")
+        name = OWN_PHRASES.get(unique) or CHANGES[arm]
         lines.append([name, f"{len(changed)}", *(interval(values, "+.2f") for values in gains.values())])
     return markdown(("change", "targets at once", "strict rate, difference", "elements, difference"), lines)
 

@@ -79,3 +79,26 @@ def test_fresh_targets_are_compared_once_they_have_rows(read):
         row["thresholds"] = [0.9 if rate < 1 else 0.2 for rate in row["elements"]]
     first, second = law.fresh(made_up.__getitem__).splitlines()[2:4]
     assert first == line and "one at a time, with thresholds" in second and " 1.00 [" in second
+
+
+def test_shares_by_need_are_compared_with_equal_ones_on_the_same_targets(read):
+    targets = law.FRESH[1].runs[0]
+    run = {"targets": targets, "arm": "recommended_long", "step": 9600, "steps": 9600}
+    named = law.phrases_of(targets)
+    rows = [
+        {**run, "target": target, "rate": rate, "elements": [rate] * len(phrases), "flags": flags}
+        for target, phrases in named.items()
+        for rate, flags in ((0.25, None), (0.75, law.shares_flags(read, "own")))
+    ]
+    made_up = {"many.jsonl": rows, law.PREDICTED.name: read(law.PREDICTED.name)}
+    equal, by_need, shuffled = law.need(made_up.__getitem__).splitlines()[2:]
+    assert equal.startswith("| equal | 0.58 | 0 of 16 | 0.25 ") and "+0.50 [+0.50, +0.50]" in by_need
+    assert "| 16 of 16 | 0.75 " in by_need and shuffled.endswith("| not run |  |  |  |")
+
+
+def test_the_rates_of_the_control_are_the_same_in_another_order(read):
+    own, shuffled = (
+        json.loads(json.loads(law.shares_flags(read, whose))["memory.sampler.options"])["rates"]
+        for whose in ("own", "shuffled")
+    )
+    assert own != shuffled and sorted(own) == sorted(shuffled) and len(own) == 54

@@ -42,6 +42,7 @@ def test_earlier_composed_prompts_take_a_share_of_what_a_stage_draws(tmp_path):
 def row(target, step, elements, **more):
     usual = {"targets": PAIR, "unique_phrases": False, "arm": "recommended_long", "steps": 2400, "factor": 40.0}
     usual |= {"seed": 0, "ratio": 0.1, "clean": 1440, "images_per_phrase": 20, "placebo": False, "commit": "0" * 7}
+    usual |= {"flags": None}
     scores = {"rate": min(elements), "whole_rate": 1.0, "mean": 0.5, "elements": elements, "element_means": elements}
     return usual | scores | {"target": target, "step": step, "drift": step / 10**5, "seconds": step / 10} | more
 
@@ -64,3 +65,13 @@ def test_arms_are_compared_in_pairs_of_targets():
     rows = runs(0.25) + runs(0.75, arm="recommended_long_context")
     table = differences(lambda _: rows)
     assert "| captions with more of the target's phrases | 2 | +0.50 [+0.50, +0.50] |" in table
+
+
+def test_the_decoder_is_compared_at_equal_seconds_and_shares_by_need_elsewhere():
+    rows = runs(0.25) + [{**row, "steps": 3600, "step": row["step"] * 1.5} for row in runs(0.5, arm="decoder_long")]
+    by_need = runs(1.0, flags='{"memory.sampler.name": "by_need"}')
+    table = differences(lambda _: rows + by_need)
+    assert table.splitlines()[2:] == [
+        "| the decoder alone, 1.5 times the steps | 2 | +0.25 [+0.25, +0.25] | +0.15 [+0.12, +0.17] |"
+    ]
+    assert at_once(lambda _: rows + by_need) == at_once(lambda _: rows)
