@@ -258,6 +258,9 @@ KEPT: dict[str, Flags] = {
     "decoder_2026": {**STRONG, **SPECTRAL, **DECODER},
     "lora_2026": {**STRONG, **SPECTRAL, **ADAPTERS},
     "recommended_2026_adamw": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},
+    # `recommended_2026` and `decoder_2026` without spectral updates (bench/match.py)
+    "adamw_2026": STRONG,
+    "decoder_adamw_2026": {**STRONG, **DECODER},
     "own_pictures": KEEPING,  # 16 pictures a step, no decay: `recommended` until the targets from 2760
     "own_pictures_long": KEEPING,  # at 800 steps
 }
@@ -267,7 +270,7 @@ KEPT_AT: dict[str, tuple[float, int]] = {  # learning rate in units of 1e-4, opt
     "recommended_800": (25.0, 800),
     "own_pictures": (20.0, 400),
     "own_pictures_long": (20.0, 800),
-    "recommended_2026_adamw": (16.0, 400),
+    **dict.fromkeys(("recommended_2026_adamw", "adamw_2026", "decoder_adamw_2026"), (16.0, 400)),
     "replay": (8.0, 600),
     "plain": (8.0, 1500),
 }

@@ -27,7 +27,9 @@ from bench.recovery_table import stored
 
 RESULTS = Path(__file__).parent / "results" / "carry.jsonl"
 BASE = ROOT / "assets" / "micro-sd"
-WIDTHS = {"quarter": (32, 80), "four": (128, 320)}  # of the UNet's two resolutions; the bundled one has (64, 160)
+LIKE_BUNDLED = (64, 160)  # widths of the UNet's two resolutions
+WIDTHS = {"quarter": (32, 80), "four": (128, 320)}
+ADAMW = "adamw"  # a base of the bundled one's size, whose UNet AdamW trains (bench/match.py)
 LIKE_THE_BASE = 3800  # steps of a build
 # Learning rates in units of 1e-4: that of the arm, and 1.36 times as many, the mean of `step_change/` over it by stage
 UNITS = {"absolute": 40.0, "relative": 54.0}
@@ -54,7 +56,9 @@ def build(size: str, work: Path, steps: int, pool: int) -> Path:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     frozen = (pipe.vae.to(device), pipe.text_encoder.to(device), pipe.tokenizer)
-    stage = unet_stage(steps, 48, 2e-3, *frozen, device, 3, pool, MICROWORLD, new_unet(WIDTHS[size]))
+    unet = new_unet(WIDTHS.get(size, LIKE_BUNDLED))
+    lr = 1e-3 if size == ADAMW else 2e-3
+    stage = unet_stage(steps, 48, lr, *frozen, device, 3, pool, MICROWORLD, unet, muon=size != ADAMW)
     checkpoints = work / f"{size}-checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     pipe.unet = run_stage(stage, checkpoints, device)["unet"]

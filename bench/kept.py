@@ -22,6 +22,7 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -36,7 +37,7 @@ from bench.arms import KEPT, KEPT_AT, setting_of
 from bench.kept_worlds import MICRO, WORLDS, Judged, world_of
 from bench.published import HELD_OUT, NULLS, per_phrase, regime
 from bench.published_table import CLEAN, IMAGES, interval, markdown, mean_rate
-from bench.recovery import ROOT, WORK, claimed, data_set, facts, kept, scores
+from bench.recovery import BASE, ROOT, WORK, claimed, data_set, facts, kept, scores
 from bench.recovery_table import append, stored
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval, rate_interval
 
@@ -146,9 +147,9 @@ def right_after(out: Path, captions: int, of: Judged) -> Counts:
 
 
 def share(counts: Counts, base: Counts, guidance: str, kinds: Sequence[str]) -> float:
-    """Things right of these kinds, over the base's."""
+    """Things right of these kinds, over the base's, or over one where it draws none right."""
     of_run, of_base = (sum(c[guidance][kind][0] for kind in kinds) for c in (counts, base))
-    return of_run / of_base
+    return of_run / max(of_base, 1)
 
 
 # ---------------------------------------------------------------- runs
@@ -156,9 +157,8 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
     """One run; returns its row, and leaves its images."""
     flags_of_arm = {**KEPT[arm], **json.loads(args.flags or "{}")}
     placebo = bool(flags_of_arm.pop("placebo", False))
-    factor, steps = KEPT_AT[arm]
-    steps = args.steps or steps
-    of = WORLDS[args.world]
+    factor, steps = at(arm, args)
+    of = judged(args)
     data = data_of(target, flags_of_arm, placebo, of)
     if "prior_preservation.num_images" in flags_of_arm:
         count = args.own or int(flags_of_arm["prior_preservation.num_images"])
@@ -210,9 +210,22 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
         "peak_mib": seconds["peak_mib"],
     }
     # last, so that a run that fails before leaves none
-    keep_pictures(args.results, f"{arm}-{target}.png", out / f"samples/step-{entry['step']:06d}-raw/grid.png")
+    name = f"{arm}{f'-{factor:g}' if args.factor else ''}-{target}.png"
+    keep_pictures(args.results, name, out / f"samples/step-{entry['step']:06d}-raw/grid.png")
     shutil.rmtree(out)
     return row
+
+
+def at(arm: str, args: argparse.Namespace) -> tuple[float, int]:
+    """Learning rate in units of 1e-4, and steps, of an arm."""
+    factor, steps = KEPT_AT[arm]
+    return args.factor or factor, args.steps or steps
+
+
+def judged(args: argparse.Namespace) -> Judged:
+    """The world, with the base that was asked for."""
+    of = WORLDS[args.world]
+    return replace(of, base=args.base, flags={**of.flags, BASE: str(args.base)}) if args.base else of
 
 
 def pictures_of(results: Path) -> Path:
@@ -228,7 +241,7 @@ def keep_pictures(results: Path, name: str, grid: Path) -> None:
 
 def of_base(args: argparse.Namespace) -> dict:
     """The base's row, which has no target."""
-    of = WORLDS[args.world]
+    of = judged(args)
     right = things_right(of.base, args.captions, of=of)
     return {"arm": "base", "world": args.world, "target": None, "captions": args.captions, "right": right}
 
@@ -435,7 +448,7 @@ def frontier(rows: list[dict]) -> str:
 def done(args: argparse.Namespace) -> set[tuple]:
     """The runs that are stored in this setting."""
     rows = [row for row in stored(args.results) if row.get("flags") == args.flags]
-    return {(row["arm"], row["target"], row.get("steps")) for row in rows}
+    return {(row["arm"], row["target"], row.get("factor"), row.get("steps")) for row in rows}
 
 
 def train_all(args: argparse.Namespace, arms: list[str], targets: list[str]) -> None:
@@ -444,9 +457,9 @@ def train_all(args: argparse.Namespace, arms: list[str], targets: list[str]) -> 
     if not any(row["arm"] == "base" for row in stored(args.results)):
         append(args.results, [{**of_base(args), **here}])
     for target, arm in tqdm([*product(targets, arms)], desc="runs"):
-        steps = args.steps or KEPT_AT[arm][1]
-        with claimed(("kept", arm, target, steps, args.results.stem, zlib.crc32((args.flags or "").encode()))) as free:
-            if free and (arm, target, steps) not in done(args):
+        run = (arm, target, *at(arm, args))
+        with claimed(("kept", *run, args.results.stem, zlib.crc32((args.flags or "").encode()))) as free:
+            if free and run not in done(args):
                 append(args.results, [{**train(arm, target, args), **here}])
 
 
@@ -456,6 +469,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--world", choices=WORLDS, default="microworld")
     parser.add_argument("--targets", help="separated by ';'; default: those reported")
     parser.add_argument("--steps", type=int, help="optimizer steps, in place of each arm's own")
+    parser.add_argument("--factor", type=float, help="learning rate in units of 1e-4, in place of each arm's own")
+    parser.add_argument("--base", type=Path, help="folder of another base to fine-tune; unset: the world's")
     parser.add_argument("--images", type=int, default=IMAGES, help="of the composed prompt")
     parser.add_argument("--captions", type=int, default=CAPTIONS, help="held-out ones that are judged")
     parser.add_argument("--own", type=int, help="pictures that the base draws, in place of the arm's number")

@@ -79,6 +79,7 @@ class BaseOptions:
     text_steps: Count = option(800)
     unet_steps: Count = option(10_000)
     unet_lr: Annotated[float, Interval(gt=0, le=1)] = option(2e-3)
+    unet_optimizer: Literal["muon", "adamw"] = option("muon", "of the UNet's matrices and kernels")
     embedder_steps: Count = option(1200)
     judge_steps: Count = option(400)
     batch: Count = option(48, "UNet batch")

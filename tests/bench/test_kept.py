@@ -117,8 +117,12 @@ def test_nothing_is_trained_unless_arms_are_named(tmp_path, monkeypatch, capsys)
 def test_a_run_that_is_stored_is_not_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr("bench.recovery.WORK", tmp_path)
     monkeypatch.setattr(kept, "things_right", lambda *args, **more: {})
-    monkeypatch.setattr(kept, "train", lambda arm, target, _: {"arm": arm, "target": target, "steps": 7, "flags": None})
+    made_up = {"steps": 7, "flags": None}
+    monkeypatch.setattr(
+        kept, "train", lambda arm, target, _: {"arm": arm, "target": target, "factor": kept.KEPT_AT[arm][0], **made_up}
+    )
     args = argparse.Namespace(world="microworld", flags=None, steps=7, captions=1, results=tmp_path / "rows.jsonl")
+    vars(args).update(factor=None, base=None)
     kept.train_all(args, ["plain"], ["1"])
     kept.train_all(args, ["recommended", "plain"], ["1", "2"])
     made = [(row["arm"], row["target"]) for row in stored(args.results)]

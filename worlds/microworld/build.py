@@ -73,6 +73,7 @@ class Stage:
     lr: float
     loss: Callable[[int], torch.Tensor]
     ema_decay: float = 0.999
+    muon: bool = True  # updates of matrices and kernels; else AdamW's
     state: Callable[[], dict] = dict  # extra state to save
     restore: Callable[[dict], None] = lambda _: None
 
@@ -97,7 +98,7 @@ def run_stage(
     percent)`."""
     path = work / f"{stage.name}.pt"
     parameters = list(stage.modules.parameters())
-    optimizer = MuonWithAdamW(stage.modules, stage.lr)
+    optimizer = MuonWithAdamW(stage.modules, stage.lr, stage.muon)
     ema = EMAModel(parameters, decay=stage.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
     start = 0
     if path.exists():
@@ -390,6 +391,8 @@ def unet_stage(
     first: int,
     world: World,
     begin: UNet2DConditionModel | None = None,
+    *,
+    muon: bool = True,
 ) -> Stage:
     """`first` scenes are encoded before the first step, and others beside each step."""
     unet = (begin or new_unet()).to(device).to(memory_format=torch.channels_last)
@@ -429,6 +432,7 @@ def unet_stage(
         lr=lr,
         loss=loss,
         ema_decay=0.9985,
+        muon=muon,
         state=pool.state,
         restore=pool.restore,
     )
@@ -556,6 +560,7 @@ def run(
             args.pool,
             world,
             begin.get("unet"),
+            muon=args.unet_optimizer == "muon",
         )
         nets["unet"] = run_stage(stage, work, device, percentages)["unet"]
         write_strengths(nets, tokenizer, work, percentages)

@@ -40,10 +40,15 @@ class Muon(torch.optim.Optimizer):
                 p.add_(u.reshape(p.shape), alpha=-group["lr"] * 0.2 * max(u.shape) ** 0.5)
 
 
-class MuonWithAdamW:
-    """Muon on matrices and kernels, AdamW on everything else: embeddings, norms, biases."""
+def adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
 
-    def __init__(self, module: nn.Module, lr: float):
+
+class MuonWithAdamW:
+    """Muon on matrices and kernels, AdamW on everything else: embeddings, norms, biases. With
+    `muon` off AdamW has the matrices too, at their own rate."""
+
+    def __init__(self, module: nn.Module, lr: float, muon: bool = True):
         embeddings = {
             id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
         }
@@ -52,8 +57,8 @@ class MuonWithAdamW:
         rest = [p for p in all_parameters if p.ndim < 2 or id(p) in embeddings]
         self.lr = lr
         self.optimizers = [
-            Muon(matrices, lr),
-            torch.optim.AdamW(rest, lr=lr / 3, betas=(0.9, 0.99), weight_decay=0.0, fused=True),
+            Muon(matrices, lr) if muon else adamw(matrices, lr),
+            adamw(rest, lr / 3),
         ]
 
     def set_fraction(self, fraction: float) -> None:

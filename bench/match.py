@@ -1,0 +1,112 @@
+"""Do spectral updates need a base that Muon trained? `python -m bench.match [--smoke]`.
+
+    python -m bench.match --times 1                each arm at its own rate
+    python -m bench.match --times 1,0.5,2          three rates
+    python -m bench.match --smoke                  a base and two runs of a few steps each, in minutes
+
+Muon trained the UNet of the bundled base; AdamW trained Stable Diffusion's. Here AdamW trains one of the bundled size
+from scratch, on the same scenes, autoencoder and text encoder (`bench.carry`'s build, which resumes where it was
+stopped). The arms of `bench.kept` fine-tune it, all layers and the decoder alone, by spectral updates and by AdamW, on
+the same data; only the optimizer, its rate and the steps differ. Every run becomes one JSON line of
+bench/results/match.jsonl; a run that is stored is not made again, and several processes may work on it once the base is
+there. The protocol is research/protocol.md#what-is-frozen-targets-from-2874.
+
+By the processor seconds of a step, the build takes more than an hour, and the runs at one rate about another.
+"""
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+
+from bench import kept
+from bench.carry import ADAMW, LIKE_THE_BASE, build
+from bench.kept import ARMS_SAID, base_among, line
+from bench.published_table import interval, markdown
+from bench.recovery import ROOT
+from bench.recovery_table import Read, stored
+
+RESULTS = Path(__file__).parent / "results" / "match.jsonl"
+TARGETS = ";".join(map(str, range(2874, 2882)))
+PAIRS = {"recommended_2026": "adamw_2026", "decoder_2026": "decoder_adamw_2026"}  # spectral -> AdamW
+ARMS = tuple(arm for pair in PAIRS.items() for arm in pair)
+OWN = {(arm, kept.KEPT_AT[arm][0]) for arm in ARMS}  # at their own rates
+OVER = ("by spectral updates", "less", "targets", "strict rate", "kept, kinds shown", "kinds not shown")
+
+
+def runs_of(rows: list[dict]) -> dict[tuple[str, float], list[dict]]:
+    """Runs by arm and rate."""
+    runs: dict[tuple[str, float], list[dict]] = defaultdict(list)
+    for row in rows:
+        if row["arm"] in ARMS:
+            runs[row["arm"], row["factor"]].append(row)
+    return runs
+
+
+def table(rows: list[dict]) -> str:
+    """A line an arm and rate: Markdown."""
+    base = base_among(rows)
+    runs = runs_of(rows)
+    lines = []
+    for arm, factor in sorted(runs, key=lambda run: (ARMS.index(run[0]), run[1])):
+        name, *cells = line(arm, runs[arm, factor], base)
+        lines.append([name, f"{factor:g}", *cells])
+    return markdown((ARMS_SAID[0], "lr x", *ARMS_SAID[1:]), lines)
+
+
+def differences(rows: list[dict]) -> str:
+    """What spectral updates add over AdamW, each at its own rate, in pairs of targets: Markdown."""
+    base = base_among(rows)
+    own = {(row["arm"], row["target"]): row for row in rows if (row["arm"], row.get("factor")) in OWN}
+    lines = []
+    for spectral, adamw in PAIRS.items():
+        both = [
+            (row, own[adamw, target])
+            for (arm, target), row in own.items()
+            if arm == spectral and (adamw, target) in own
+        ]
+        if not both:
+            continue
+        gains = [[a["rate"] - b["rate"] for a, b in both]]
+        for kinds in kept.MICRO.both:
+            shares = (kept.lowest([*of_arm], base, kinds)[1] for of_arm in zip(*both, strict=True))
+            gains.append([a - b for a, b in zip(*shares, strict=True)])
+        lines.append([f"`{spectral}`", f"`{adamw}`", str(len(both)), *(interval(values, "+.2f") for values in gains)])
+    return markdown(OVER, lines)
+
+
+def of_stored(read: Read) -> str:
+    """Both tables."""
+    rows = read(RESULTS.name)
+    return f"{table(rows)}\n{differences(rows)}" if rows else ""
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", default="1", help="rates, as multiples of each arm's own, separated by ','")
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--targets", default=TARGETS)
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "carry", help="folder of the base")
+    parser.add_argument("--unet_steps", type=int, default=LIKE_THE_BASE, help="steps of its build")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args(argv)
+    more: list[str] = []
+    pool = 4096
+    if args.smoke:
+        work = args.work.with_name("match-smoke")
+        small = {"arms": "decoder_2026,decoder_adamw_2026", "targets": "103", "unet_steps": 4}
+        vars(args).update(small, work=work, results=work / "match.jsonl")
+        more, pool = ["--steps", "12", "--images", "2", "--captions", "12"], 64
+    args.work.mkdir(parents=True, exist_ok=True)
+    base = build(ADAMW, args.work, args.unet_steps, pool)
+    for times in args.times.split(","):
+        for arm in args.arms.split(","):
+            factor = float(times) * kept.KEPT_AT[arm][0]
+            run = {"arms": arm, "factor": factor, "base": base, "targets": args.targets, "results": args.results}
+            kept.main([word for name, value in run.items() for word in (f"--{name}", str(value))] + more)
+    rows = stored(args.results)
+    print(table(rows), differences(rows), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Spectral updates against AdamW on another base: rates apart, and pairs at each arm's own."""
+
+import pytest
+
+from bench import kept, match
+from tests.bench.test_kept import HALF_BASE, counts, row
+from worlds.microworld.networks import new_unet
+from worlds.microworld.optim import Muon, MuonWithAdamW
+
+
+@pytest.fixture
+def rows() -> list[dict]:
+    def ran(arm, target, rate, times, right):
+        return row(arm, target, rate, counts(right, right), factor=times * kept.KEPT_AT[arm][0])
+
+    return [
+        {"arm": "base", "target": None, "right": counts(HALF_BASE, HALF_BASE)},
+        ran("decoder_2026", "1", 1.0, 1, 5),
+        ran("decoder_2026", "2", 0.5, 1, 5),
+        ran("decoder_2026", "1", 0.25, 2, 1),
+        ran("decoder_adamw_2026", "1", 0.5, 1, 6),
+    ]
+
+
+def test_each_rate_has_its_line(rows):
+    lines = [line.split(" | ")[:5] for line in match.table(rows).splitlines()[2:]]
+    assert [(name, factor, targets) for name, factor, _, targets, _ in lines] == [
+        ("| `decoder_2026` (C)", "40", "2"),
+        ("| `decoder_2026` (C)", "80", "1"),
+        ("| `decoder_adamw_2026` (C)", "16", "1"),
+    ]
+
+
+def test_pairs_are_of_the_same_target_at_each_arms_own_rate(rows):
+    assert match.differences(rows).splitlines()[2:] == [
+        "| `decoder_2026` | `decoder_adamw_2026` | 1 | +0.50 | -0.10 | -0.10 |"
+    ]
+
+
+def test_arms_of_a_pair_differ_in_the_updates_alone():
+    for spectral, adamw in match.PAIRS.items():
+        assert {**kept.KEPT[adamw], "gradient_control.spectral": "true"} == kept.KEPT[spectral]
+
+
+def test_without_muon_adamw_updates_every_weight_at_the_same_rates():
+    net = new_unet((32, 32))
+    with_muon, without = (MuonWithAdamW(net, 1e-3, muon) for muon in (True, False))
+    assert isinstance(with_muon.optimizers[0], Muon) and not isinstance(without.optimizers[0], Muon)
+    for a, b in zip(with_muon.optimizers, without.optimizers, strict=True):
+        assert a.param_groups[0]["lr"] == b.param_groups[0]["lr"]
+        assert len(a.param_groups[0]["params"]) == len(b.param_groups[0]["params"])
