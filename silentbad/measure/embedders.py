@@ -25,6 +25,7 @@ from silentbad import ROOT
 from silentbad.data.images import RIM, resize
 from silentbad.errors import UserError, user_errors
 from silentbad.files import names_folder
+from silentbad.files import sha256 as sha256_of
 from silentbad.measure.micro import MicroEmbedder, alignments
 from silentbad.measure.structure import (
     box_of,
@@ -151,8 +152,11 @@ class Micro(Embedder):
         return torch.stack(of_alignments).amax(0).amin(0)
 
     def describe(self) -> str:
+        whose = "bundled copy detector"
+        if Path(self.path).resolve() != MICRO.resolve():
+            whose = f"copy detector of SHA-256 {sha256_of(Path(self.path) / 'model.safetensors')}"
         return (
-            "micro: bundled copy detector, 64x64 squashed, bilinear antialiased, [-1,1], "
+            f"micro: {whose}, 64x64 squashed, bilinear antialiased, [-1,1], "
             "exp(-distance) of 16x16 features at the best alignment within 1 pixel, no higher than "
             f"the score of chroma (1/e at {self.TINT:g})"
         )

@@ -47,6 +47,12 @@ def keeps_the_contract(embedder):
     assert any(c.isdigit() for c in embedder.describe())
 
 
+def test_a_detector_of_ones_own_is_not_called_the_bundled_one(tmp_path):
+    own = EMBEDDERS["micro"](saved_embedder("micro", tmp_path), "cpu")
+    assert "bundled" not in own.describe() and "SHA-256" in own.describe()
+    assert "bundled copy detector" in EMBEDDERS["micro"](None, "cpu").describe()
+
+
 def test_many_pictures_have_the_features_of_few():
     embedder = load_embedder("micro", None, torch.device("cpu"))
     images = torch.stack([to_tensor(smooth("many", i)) for i in range(40)])
