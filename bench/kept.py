@@ -375,7 +375,7 @@ def by_guidance(rows: list[dict]) -> str:
     for kinds in both:
         for guidance in base["right"]:
             right, named = (sum(base["right"][guidance][kind][k] for kind in kinds) for k in (0, 1))
-            cells.append(f"{right / named:.2f} ({named})")
+            cells.append(f"{right / max(named, 1):.2f} ({named})")
     return markdown(head, [*lines, cells])
 
 
