@@ -1,4 +1,4 @@
-"""Do spectral updates need a base that Muon trained? `python -m bench.match [--smoke]`.
+"""Whether spectral updates need a base that Muon trained: `python -m bench.match [--smoke]`.
 
     python -m bench.match --times 1                each arm at its own rate
     python -m bench.match --times 1,0.5,2          three rates
