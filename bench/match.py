@@ -23,7 +23,7 @@ from bench.carry import ADAMW, LIKE_THE_BASE, build
 from bench.kept import ARMS_SAID, base_among, line
 from bench.published_table import interval, markdown
 from bench.recovery import ROOT
-from bench.recovery_table import Read, stored
+from bench.recovery_table import stored
 
 RESULTS = Path(__file__).parent / "results" / "match.jsonl"
 TARGETS = ";".join(map(str, range(2874, 2882)))
@@ -72,12 +72,6 @@ def differences(rows: list[dict]) -> str:
             gains.append([a - b for a, b in zip(*shares, strict=True)])
         lines.append([f"`{spectral}`", f"`{adamw}`", str(len(both)), *(interval(values, "+.2f") for values in gains)])
     return markdown(OVER, lines)
-
-
-def of_stored(read: Read) -> str:
-    """Both tables."""
-    rows = read(RESULTS.name)
-    return f"{table(rows)}\n{differences(rows)}" if rows else ""
 
 
 def main(argv: list[str] | None = None) -> None:
