@@ -17,6 +17,7 @@ import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,9 +28,19 @@ from bench.recovery_table import stored
 
 RESULTS = Path(__file__).parent / "results" / "carry.jsonl"
 BASE = ROOT / "assets" / "micro-sd"
-LIKE_BUNDLED = (64, 160)  # widths of the UNet's two resolutions
-WIDTHS = {"quarter": (32, 80), "four": (128, 320)}
-ADAMW = "adamw"  # a base of the bundled one's size, whose UNet AdamW trains (bench/match.py)
+
+
+class Built(NamedTuple):
+    """How the UNet of a base is built."""
+
+    widths: tuple[int, int]  # of its two resolutions
+    lr: float = 2e-3
+    muon: bool = True
+
+
+SIZES = {"quarter": Built((32, 80)), "four": Built((128, 320))}
+ADAMW = "adamw"  # the base of bench/match.py, of the bundled one's size
+BASES = {**SIZES, ADAMW: Built((64, 160), lr=1e-3, muon=False)}
 LIKE_THE_BASE = 3800  # steps of a build
 # Learning rates in units of 1e-4: that of the arm, and 1.36 times as many, the mean of `step_change/` over it by stage
 UNITS = {"absolute": 40.0, "relative": 54.0}
@@ -38,9 +49,9 @@ TARGETS = "100;101;102;103"
 HEAD = ("weights", "unit", "targets", "recovered", "median step", "steps, over the bundled base's")
 
 
-def build(size: str, work: Path, steps: int, pool: int) -> Path:
+def build(name: str, work: Path, steps: int, pool: int) -> Path:
     """The pipeline of a base, trained where it is not there."""
-    folder = work / size
+    folder = work / name
     if (folder / "model_index.json").is_file():
         return folder
     import torch
@@ -56,10 +67,10 @@ def build(size: str, work: Path, steps: int, pool: int) -> Path:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     frozen = (pipe.vae.to(device), pipe.text_encoder.to(device), pipe.tokenizer)
-    unet = new_unet(WIDTHS.get(size, LIKE_BUNDLED))
-    lr = 1e-3 if size == ADAMW else 2e-3
-    stage = unet_stage(steps, 48, lr, *frozen, device, 3, pool, MICROWORLD, unet, muon=size != ADAMW)
-    checkpoints = work / f"{size}-checkpoints"
+    how = BASES[name]
+    unet = new_unet(how.widths)
+    stage = unet_stage(steps, 48, how.lr, *frozen, device, 3, pool, MICROWORLD, unet, muon=how.muon)
+    checkpoints = work / f"{name}-checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     pipe.unet = run_stage(stage, checkpoints, device)["unet"]
     pipe.save_pretrained(folder)
@@ -98,7 +109,7 @@ def table(rows: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default=",".join(WIDTHS), help="bases beside the bundled one; empty: none")
+    parser.add_argument("--sizes", default=",".join(SIZES), help="bases beside the bundled one; empty: none")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "carry", help="folder of the bases")
     parser.add_argument("--unet_steps", type=int, default=LIKE_THE_BASE, help="steps of a build")
     parser.add_argument("--pool", type=int, default=4096, help="scenes that are encoded before its first step")
@@ -122,8 +133,8 @@ def main(argv: list[str] | None = None) -> None:
         work = args.work.with_name("carry-smoke")
         vars(args).update(small, work=work, results=work / "carry.jsonl")
     sizes = [size for size in args.sizes.split(",") if size]
-    if unknown := [size for size in sizes if size not in WIDTHS]:
-        parser.exit(2, f"error: --sizes: unknown size '{unknown[0]}'; there are: {', '.join(WIDTHS)}\n")
+    if unknown := [size for size in sizes if size not in SIZES]:
+        parser.exit(2, f"error: --sizes: unknown size '{unknown[0]}'; there are: {', '.join(SIZES)}\n")
     args.work.mkdir(parents=True, exist_ok=True)
     bases = [None, *(build(size, args.work, args.unet_steps, args.pool) for size in sizes)]
     for base in bases:

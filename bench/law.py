@@ -407,12 +407,8 @@ def need(read: Read) -> str:
     equal = {row["target"]: row["rate"] for row in rows if row["flags"] is None}
     lines = []
     for name, whose in SHARES.items():
-        q = (
-            by_need(np.zeros((0, n)), np.ones(n), 0, rates=predicted_at_once(read, whose))
-            if whose
-            else np.full(n, 1 / n)
-        )
-        factors = iter(n * q)
+        rates = predicted_at_once(read, whose) if whose else [0.5] * n  # equal rates give equal shares
+        factors = iter(n * by_need(np.zeros((0, n)), np.ones(n), 0, rates=rates))
         expected_of = [[expected_rate(f._replace(exposures=f.exposures * next(factors))) for f in of] for of in facts]
         ran = [row for row in rows if row["flags"] == (shares_flags(read, whose) if whose else None)]
         cells = ["not run", "", "", ""]
