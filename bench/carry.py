@@ -40,7 +40,7 @@ class Built(NamedTuple):
 
 SIZES = {"quarter": Built((32, 80)), "four": Built((128, 320))}
 ADAMW = "adamw"  # the base of bench/match.py, of the bundled one's size
-BASES = {**SIZES, ADAMW: Built((64, 160), lr=1e-3, muon=False)}
+BASES = {**SIZES, ADAMW: Built((64, 160), muon=False)}
 LIKE_THE_BASE = 3800  # steps of a build
 # Learning rates in units of 1e-4: that of the arm, and 1.36 times as many, the mean of `step_change/` over it by stage
 UNITS = {"absolute": 40.0, "relative": 54.0}

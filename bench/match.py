@@ -11,7 +11,7 @@ the same data; only the optimizer, its rate and the steps differ. Every run beco
 bench/results/match.jsonl; a run that is stored is not made again, and several processes may work on it once the base is
 there. The protocol is research/protocol.md#what-is-frozen-targets-from-2874.
 
-By the processor seconds of a step, the build takes more than an hour, and the runs at one rate about another.
+By the processor seconds of a step, the build takes an hour, and the runs at one rate about another.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from bench import kept
-from bench.carry import ADAMW, LIKE_THE_BASE, build
+from bench.carry import ADAMW, build
 from bench.kept import ARMS_SAID, base_among, line
 from bench.published_table import interval, markdown
 from bench.recovery import ROOT
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--targets", default=TARGETS)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "carry", help="folder of the base")
-    parser.add_argument("--unet_steps", type=int, default=LIKE_THE_BASE, help="steps of its build")
+    parser.add_argument("--unet_steps", type=int, default=5000, help="steps of its build")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args(argv)
