@@ -93,7 +93,7 @@ def table(results: dict) -> str:
     for kind, said in WORDS.items():
         limit = ">= 0.95" if kind == "copy" else "<= 0.05" if kind in IN_PLACE else "<= 0.01"
         rates = [rate_of(results, judge, kind, level) for judge, level in levels]
-        lines.append([said, limit, *("" if f is None else f"{f[0]:.3f} [{f[1]:.3f}, {f[2]:.3f}]" for f in rates)])
+        lines.append([said, limit, *map(instrument.rate_said, rates)])
     head = ["picture", "may pass", *(COLUMNS[judge] + level for judge, level in levels)]
     parts = [f"{len(results['targets'])} targets.", grid(head, lines)]
     for judge in ("micro", "trained"):  # room between true copies and thresholds, by who drew the element

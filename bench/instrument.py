@@ -425,6 +425,11 @@ def rate_of(results: dict, column: str, kind: str, level: str) -> tuple[float, f
     return float(np.mean(rates)), *interval, pictures
 
 
+def rate_said(rate: tuple[float, float, float, int] | None) -> str:
+    """What a table says of a `rate_of`."""
+    return "" if rate is None else "{:.3f} [{:.3f}, {:.3f}]".format(*rate[:3])
+
+
 def columns_of(results: dict) -> list[str]:
     """The columns that every target has."""
     return [c for c in COLUMNS if all(c in target["columns"] for target in results["targets"].values())]
@@ -438,8 +443,7 @@ def table(results: dict, only: Collection[str] = tuple(COLUMNS)) -> str:
         rates = [rate_of(results, c, kind, level) for c, level in columns]
         if any(f is not None for f in rates):
             limit = "" if bar is None else f">= {bar}" if kind in COPIES else f"<= {bar}"
-            cells = ["" if f is None else f"{f[0]:.3f} [{f[1]:.3f}, {f[2]:.3f}]" for f in rates]
-            lines.append([WORDS[kind], limit, *cells])
+            lines.append([WORDS[kind], limit, *map(rate_said, rates)])
     return markdown(["picture", "may pass", *(f"{COLUMNS[c]}, {level}" for c, level in columns)], lines)
 
 
