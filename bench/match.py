@@ -11,12 +11,14 @@ the same data; only the optimizer, its rate and the steps differ. Every run beco
 bench/results/match.jsonl; a run that is stored is not made again, and several processes may work on it once the base is
 there. The protocol is research/protocol.md#what-is-frozen-targets-from-2874.
 
-By the processor seconds of a step, the build takes an hour, and the runs at one rate about another.
+By the processor seconds of a step, the build takes more than two hours, the runs at one rate about one more.
 """
 
 import argparse
 from collections import defaultdict
 from pathlib import Path
+
+import numpy as np
 
 from bench import kept
 from bench.carry import ADAMW, build
@@ -31,6 +33,15 @@ PAIRS = {"recommended_2026": "adamw_2026", "decoder_2026": "decoder_adamw_2026"}
 ARMS = tuple(arm for pair in PAIRS.items() for arm in pair)
 OWN = {(arm, kept.KEPT_AT[arm][0]) for arm in ARMS}  # at their own rates
 OVER = ("by spectral updates", "less", "targets", "strict rate", "kept, kinds shown", "kinds not shown")
+
+
+def bases(rows: list[dict], bundled: list[dict]) -> str:
+    """Things right of all that are named, by guidance, of this base and of the bundled one: Markdown."""
+    lines = []
+    for name, of_base in (("AdamW", base_among(rows)), ("Muon, the bundled base", base_among(bundled))):
+        right = [sum(map(np.array, kinds.values())) for kinds in of_base["right"].values()]
+        lines.append([name, *(f"{k / n:.2f}" for k, n in right), str(right[0][1])])
+    return markdown(("trained by", *(f"guidance {g}" for g in base_among(rows)["right"]), "things"), lines)
 
 
 def runs_of(rows: list[dict]) -> dict[tuple[str, float], list[dict]]:
@@ -80,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--targets", default=TARGETS)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "carry", help="folder of the base")
-    parser.add_argument("--unet_steps", type=int, default=5000, help="steps of its build")
+    parser.add_argument("--unet_steps", type=int, default=14000, help="steps of its build")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args(argv)
@@ -99,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
             run = {"arms": arm, "factor": factor, "base": base, "targets": args.targets, "results": args.results}
             kept.main([word for name, value in run.items() for word in (f"--{name}", str(value))] + more)
     rows = stored(args.results)
-    print(table(rows), differences(rows), sep="\n\n")
+    print(bases(rows, stored(kept.RESULTS)), table(rows), differences(rows), sep="\n\n")
 
 
 if __name__ == "__main__":
