@@ -39,7 +39,7 @@ def bases(rows: list[dict], bundled: list[dict]) -> str:
     """Things right of all that are named, by guidance, of this base and of the bundled one: Markdown."""
     lines = []
     for name, of_base in (("AdamW", base_among(rows)), ("Muon, the bundled base", base_among(bundled))):
-        right = [sum(map(np.array, kinds.values())) for kinds in of_base["right"].values()]
+        right = [np.sum([*kinds.values()], axis=0) for kinds in of_base["right"].values()]
         lines.append([name, *(f"{k / n:.2f}" for k, n in right), str(right[0][1])])
     return markdown(("trained by", *(f"guidance {g}" for g in base_among(rows)["right"]), "things"), lines)
 
