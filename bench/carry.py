@@ -34,7 +34,6 @@ class Built(NamedTuple):
     """How the UNet of a base is built."""
 
     widths: tuple[int, int]  # of its two resolutions
-    lr: float = 2e-3
     muon: bool = True
 
 
@@ -69,7 +68,7 @@ def build(name: str, work: Path, steps: int, pool: int) -> Path:
     frozen = (pipe.vae.to(device), pipe.text_encoder.to(device), pipe.tokenizer)
     how = BASES[name]
     unet = new_unet(how.widths)
-    stage = unet_stage(steps, 48, how.lr, *frozen, device, 3, pool, MICROWORLD, unet, muon=how.muon)
+    stage = unet_stage(steps, 48, 2e-3, *frozen, device, 3, pool, MICROWORLD, unet, muon=how.muon)
     checkpoints = work / f"{name}-checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     pipe.unet = run_stage(stage, checkpoints, device)["unet"]

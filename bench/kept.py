@@ -148,8 +148,14 @@ def right_after(out: Path, captions: int, of: Judged) -> Counts:
 
 def share(counts: Counts, base: Counts, guidance: str, kinds: Sequence[str]) -> float:
     """Things right of these kinds, over the base's, or over one where it draws none right."""
-    of_run, of_base = (sum(c[guidance][kind][0] for kind in kinds) for c in (counts, base))
+    of_run, of_base = (counted(c, guidance, kinds)[0] for c in (counts, base))
     return of_run / max(of_base, 1)
+
+
+def counted(counts: Counts, guidance: str, kinds: Sequence[str]) -> tuple[int, int]:
+    """Things right of these kinds, and things named."""
+    right, named = (sum(counts[guidance][kind][k] for kind in kinds) for k in (0, 1))
+    return right, named
 
 
 # ---------------------------------------------------------------- runs
@@ -374,7 +380,7 @@ def by_guidance(rows: list[dict]) -> str:
     cells = ["base, of all things"]
     for kinds in both:
         for guidance in base["right"]:
-            right, named = (sum(base["right"][guidance][kind][k] for kind in kinds) for k in (0, 1))
+            right, named = counted(base["right"], guidance, kinds)
             cells.append(f"{right / max(named, 1):.2f} ({named})")
     return markdown(head, [*lines, cells])
 

@@ -18,8 +18,6 @@ import argparse
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
-
 from bench import kept
 from bench.carry import ADAMW, build
 from bench.kept import ARMS_SAID, base_among, line
@@ -39,8 +37,8 @@ def bases(rows: list[dict], bundled: list[dict]) -> str:
     """Things right of all that are named, by guidance, of this base and of the bundled one: Markdown."""
     lines = []
     for name, of_base in (("AdamW", base_among(rows)), ("Muon, the bundled base", base_among(bundled))):
-        right = [np.sum([*kinds.values()], axis=0) for kinds in of_base["right"].values()]
-        lines.append([name, *(f"{k / n:.2f}" for k, n in right), str(right[0][1])])
+        counts = [kept.counted(of_base["right"], guidance, kept.MICRO.kinds) for guidance in of_base["right"]]
+        lines.append([name, *(f"{right / named:.2f}" for right, named in counts), str(counts[0][1])])
     return markdown(("trained by", *(f"guidance {g}" for g in base_among(rows)["right"]), "things"), lines)
 
 
