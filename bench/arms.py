@@ -164,6 +164,7 @@ DECODER = layers("up*")
 # adapters of as many parameters as the decoder has (1.03 times)
 ADAPTERS = {"lora.rank": "64", "lora.targets": '["attn", "xattn", "ff", "resnet"]'}
 ALL_BUT_ONE = part("rehearsal", "pairwise", elements=None)
+MOSTLY_UNIONS = part("rehearsal", "pairwise", elements=None, share=0.75)
 STRONG = {**WARM, **ALL_BUT_ONE, **LEAK_FREE_STRONG}
 PUBLISHED: dict[str, Flags] = {
     "plain": {},
@@ -173,6 +174,7 @@ PUBLISHED: dict[str, Flags] = {
     "replay": REPLAY,
     "recommended": {**STRONG, **SPECTRAL},
     "recommended_long": {**STRONG, **SPECTRAL, **LONGER},
+    "unions_long": {**STRONG, **SPECTRAL, **LONGER, **MOSTLY_UNIONS},
     "recommended_leak_free": {**WARM, **LEAK_FREE_STRONG, **SPECTRAL},  # no picture of two elements
     "recommended_adamw": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},  # those of targets 2000-2011
     "recommended_leak_free_adamw": {**WARM, **LEAK_FREE_STRONG},
@@ -310,6 +312,7 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "recommended": (40.0, 200, 20),
     "recommended_cheaper": (40.0, 200, 200),
     "recommended_long": (40.0, 600, 50),
+    "unions_long": (40.0, 600, 600),
     "recommended_leak_free": (40.0, 200, 20),
     **dict.fromkeys(("adamw", "decoder_adamw", "recommended_adamw"), (16.0, 400, 40)),
     "recommended_leak_free_adamw": (16.0, 400, 40),
@@ -318,7 +321,10 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "plain": (8.0, 1500, 250),
 }
 # reported only on targets of their own
-LATER = ("recommended_long", "decoder_long", "recommended_cheaper", "up1", "adamw", "decoder_adamw", *LAYERS)
+LATER = (
+    *("recommended_long", "unions_long", "decoder_long", "recommended_cheaper", "up1", "adamw", "decoder_adamw"),
+    *LAYERS,
+)
 
 # The learning rate each arm is reported at, in units of 1e-4 (research/protocol.md says what it was chosen by).
 RATES: dict[str, float] = dict.fromkeys(ARMS, 8.0)

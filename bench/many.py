@@ -41,6 +41,7 @@ CONTROL = "recommended_long"  # with phrases as they come
 CHANGES = {
     "recommended_long_context": "captions with more of the target's phrases",
     "decoder_long": "the decoder alone, 1.5 times the steps",
+    "unions_long": "three of four element pictures are unions",
 }
 LONGER = {"decoder_long": 1.5}  # times the control's steps, for equal seconds
 # what a row's `unique_phrases` says of its data
