@@ -185,6 +185,7 @@ PUBLISHED: dict[str, Flags] = {
     # `recommended` where some of the layers train (bench/layers.py)
     "decoder": {**STRONG, **SPECTRAL, **DECODER},
     "decoder_long": {**STRONG, **SPECTRAL, **LONGER, **DECODER},
+    "decoder_unions_long": {**STRONG, **SPECTRAL, **LONGER, **MOSTLY_UNIONS, **DECODER},
     "adamw": STRONG,  # `recommended` without spectral updates
     "decoder_adamw": {**STRONG, **DECODER},
     "decoder_resnets": {**STRONG, **SPECTRAL, **layers("up*.resnet")},
@@ -308,11 +309,10 @@ def said(arm: str) -> str:
 PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     **dict.fromkeys(LAYERS, (40.0, 200, 200)),
     "up1": (40.0, 400, 200),
-    "decoder_long": (40.0, 600, 600),
+    **dict.fromkeys(("decoder_long", "unions_long", "decoder_unions_long"), (40.0, 600, 600)),
     "recommended": (40.0, 200, 20),
     "recommended_cheaper": (40.0, 200, 200),
     "recommended_long": (40.0, 600, 50),
-    "unions_long": (40.0, 600, 600),
     "recommended_leak_free": (40.0, 200, 20),
     **dict.fromkeys(("adamw", "decoder_adamw", "recommended_adamw"), (16.0, 400, 40)),
     "recommended_leak_free_adamw": (16.0, 400, 40),
@@ -322,8 +322,8 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
 }
 # reported only on targets of their own
 LATER = (
-    *("recommended_long", "unions_long", "decoder_long", "recommended_cheaper", "up1", "adamw", "decoder_adamw"),
-    *LAYERS,
+    *("recommended_long", "unions_long", "decoder_long", "decoder_unions_long"),
+    *("recommended_cheaper", "up1", "adamw", "decoder_adamw", *LAYERS),
 )
 
 # The learning rate each arm is reported at, in units of 1e-4 (research/protocol.md says what it was chosen by).
