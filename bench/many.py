@@ -56,6 +56,7 @@ AT_ONCE = (
     "of a shared phrase",
     "backdrops",
     "things",
+    "things right, over the base's",
     "drift",
     "minutes",
     "peak MiB",
@@ -185,8 +186,14 @@ def at_once(read: Read) -> str:
         drift = f"{last[0]['drift'] - base['drift']:.4f}"
         minutes = f"{last[0]['seconds'] / 60:.0f}"
         peak = f"{last[0]['peak_mib']:.0f}" if "peak_mib" in last[0] else ""  # earlier rows have none
-        lines.append([str(len(last)), name, str(steps), halves(rates), mean_rate(rates), *parts, drift, minutes, peak])
+        parts += [right(last[0], read), drift, minutes, peak]
+        lines.append([str(len(last)), name, str(steps), halves(rates), mean_rate(rates), *parts])
     return markdown(AT_ONCE, lines)
+
+
+def right(row: dict, read: Read) -> str:
+    """Things of held-out captions right after a run, over the base's, where it measured them."""
+    return f"{lowest([row], base_among(read('kept.jsonl')), MICRO.kinds)[1][0]:.2f}" if "right" in row else ""
 
 
 def as_frozen(read: Read) -> list[dict]:

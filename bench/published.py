@@ -14,6 +14,7 @@ research/protocol.md.
 import argparse
 import json
 import os
+import shutil
 import zlib
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,7 @@ from tqdm import tqdm
 
 from bench.arms import HALVES, LATER, PUBLISHED, PUBLISHED_AT, flags_of
 from bench.published_table import CLEAN, IMAGES, MAIN, table, tables
-from bench.recovery import BASES, DRAWN_BY, WORK, claimed, common, data_set, facts, launch, scores
+from bench.recovery import BASES, DRAWN_BY, WORK, claimed, common, data_set, facts, kept, scores
 from bench.recovery_table import append, stored
 
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
@@ -72,8 +73,9 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
     more += ("--unique_phrases",) * bool(args.unique_phrases)
     clean, nulls = args.clean + HELD_OUT, NULLS[args.nulls]
     data = data_set(targets, seed, images, flags_of_arm, clean=clean, more=more, nulls=nulls, world=args.world)
+    out = WORK / f"published-{os.getpid()}"
     flags = {
-        **regime(data, WORK / f"published-{os.getpid()}", factor, seed, steps),
+        **regime(data, out, factor, seed, steps),
         "validation.steps": every(arm, args),
         "validation.images_per_target": args.images,
         "validation.first_images": args.first_images,
@@ -82,7 +84,9 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         **({"pretrained_model_name_or_path": args.base} if args.base else {}),
         **flags_of_arm,
     }
-    report, seconds = launch(arm, flags)
+    report, seconds = kept(arm, flags)
+    right = things_right_after(out, args)
+    shutil.rmtree(out)
     key = dict(zip(RUN, run, strict=True))
     key |= setting(args) | {"every": every(arm, args), "images_per_phrase": images}
     return [
@@ -96,10 +100,20 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
             "drift": scores(entry)["drift"].get("clean_eps_mse"),
             "seconds": seconds[str(entry["step"])],
             "peak_mib": seconds["peak_mib"],
+            **(right if entry is report["history"][-1] else {}),
         }
         for entry in report["history"]
         for name, s in scores(entry)["targets"].items()
     ]
+
+
+def things_right_after(out: Path, args: argparse.Namespace) -> dict:
+    """What the result of a run draws right of things that held-out captions name, as bench.kept counts it."""
+    if not args.captions:
+        return {}
+    from bench.kept import WORLDS, right_after  # it imports this module
+
+    return {"captions": args.captions, "right": right_after(out, args.captions, WORLDS[args.world])}
 
 
 def setting(args: argparse.Namespace) -> dict:
@@ -146,6 +160,9 @@ def main(argv: list[str] | None = None) -> None:
         help="no phrase is of several targets",
     )
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
+    parser.add_argument(
+        "--captions", type=int, default=0, help="held-out ones whose things are counted at the end; 0: none"
+    )
     parser.add_argument("--flags", help="further flags of train_silentbad.py for every arm, as JSON")
     parser.add_argument("--base", type=Path, help="folder of another base to fine-tune; unset: the world's")
     parser.add_argument("--world", choices=DRAWN_BY, default="microworld", help="of targets and data")

@@ -21,10 +21,11 @@ def test_a_target_is_counted_from_its_own_stage_on():
     assert lines[3].startswith("| `recommended_2026` | 1 | 0 of 1 | 0.25 ")
 
 
-def test_the_model_after_each_stage_stands_by_kinds():
-    def right(shown, unshown):
-        return {"2": {kind: [unshown if kind in MICRO.unshown else shown, 10] for kind in MICRO.kinds}}
+def right(shown, unshown):
+    return {"2": {kind: [unshown if kind in MICRO.unshown else shown, 10] for kind in MICRO.kinds}}
 
+
+def test_the_model_after_each_stage_stands_by_kinds():
     rows = sequence([[1.0, 1.0], [1.0, 1.0]])
     rows = [{**row, "sequence": "rehearsed", "right": right(8 - row["stage"], 4)} for row in rows]
     tables = {"sequence.jsonl": rows, "kept.jsonl": [{"arm": "base", "right": right(8, 8)}]}
@@ -56,9 +57,16 @@ def runs(backdrop, **more):
 
 def test_elements_are_told_by_whether_their_phrase_is_shared():
     line = at_once(lambda _: runs(0.25)).splitlines()[2]
-    assert "| 0 of 2 | 0.25 [0.25, 0.25] | 1.00 (3) | 0.25 (4) | 0.25 (2) | 0.70 (5) | 0.0240 | 4 |" in line
+    assert "| 0 of 2 | 0.25 [0.25, 0.25] | 1.00 (3) | 0.25 (4) | 0.25 (2) | 0.70 (5) |  | 0.0240 | 4 |" in line
     line = at_once(lambda _: runs(0.25, unique_phrases=True)).splitlines()[2]
     assert "phrases of one target each" in line and "(7) |  |" in line
+
+
+def test_what_targets_at_once_leave_is_that_of_the_guidance_where_it_is_least():
+    rows = runs(0.25, right={**right(8, 8), "4": right(4, 6)["2"]})
+    tables = {"many.jsonl": rows, "kept.jsonl": [{"arm": "base", "right": {**right(8, 8), "4": right(8, 8)["2"]}}]}
+    least = sum(6 if kind in MICRO.unshown else 4 for kind in MICRO.kinds) / (8 * len(MICRO.kinds))
+    assert f"| {least:.2f} |" in at_once(tables.__getitem__)
 
 
 def test_arms_are_compared_in_pairs_of_targets():
