@@ -35,12 +35,12 @@ class Built(NamedTuple):
 
     widths: tuple[int, int]  # of its two resolutions
     muon: bool = True
+    steps: int = 3800  # as many as the bundled base's
 
 
 SIZES = {"quarter": Built((32, 80)), "four": Built((128, 320))}
 ADAMW = "adamw"  # the base of bench/match.py, of the bundled one's size
-BASES = {**SIZES, ADAMW: Built((64, 160), muon=False)}
-LIKE_THE_BASE = 3800  # steps of a build
+BASES = {**SIZES, ADAMW: Built((64, 160), muon=False, steps=14000)}
 # Learning rates in units of 1e-4: that of the arm, and 1.36 times as many, the mean of `step_change/` over it by stage
 UNITS = {"absolute": 40.0, "relative": 54.0}
 SAID = {"quarter": "a quarter", None: "bundled", "four": "four times"}
@@ -48,8 +48,8 @@ TARGETS = "100;101;102;103"
 HEAD = ("weights", "unit", "targets", "recovered", "median step", "steps, over the bundled base's")
 
 
-def build(name: str, work: Path, steps: int, pool: int) -> Path:
-    """The pipeline of a base, trained where it is not there."""
+def build(name: str, work: Path, steps: int | None, pool: int) -> Path:
+    """The pipeline of a base, trained where it is not there; `steps` None: its own."""
     folder = work / name
     if (folder / "model_index.json").is_file():
         return folder
@@ -68,7 +68,7 @@ def build(name: str, work: Path, steps: int, pool: int) -> Path:
     frozen = (pipe.vae.to(device), pipe.text_encoder.to(device), pipe.tokenizer)
     how = BASES[name]
     unet = new_unet(how.widths)
-    stage = unet_stage(steps, 48, 2e-3, *frozen, device, 3, pool, MICROWORLD, unet, muon=how.muon)
+    stage = unet_stage(steps or how.steps, 48, 2e-3, *frozen, device, 3, pool, MICROWORLD, unet, muon=how.muon)
     checkpoints = work / f"{name}-checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     pipe.unet = run_stage(stage, checkpoints, device)["unet"]
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=",".join(SIZES), help="bases beside the bundled one; empty: none")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "carry", help="folder of the bases")
-    parser.add_argument("--unet_steps", type=int, default=LIKE_THE_BASE, help="steps of a build")
+    parser.add_argument("--unet_steps", type=int, help="steps of a build, in place of each base's own")
     parser.add_argument("--pool", type=int, default=4096, help="scenes that are encoded before its first step")
     parser.add_argument("--targets", default=TARGETS)
     parser.add_argument("--steps", type=int, default=200)

@@ -249,7 +249,8 @@ def of_base(args: argparse.Namespace) -> dict:
     """The base's row, which has no target."""
     of = judged(args)
     right = things_right(of.base, args.captions, of=of)
-    return {"arm": "base", "world": args.world, "target": None, "captions": args.captions, "right": right}
+    named = {"base": args.base.name} if args.base else {}
+    return {"arm": "base", "world": args.world, **named, "target": None, "captions": args.captions, "right": right}
 
 
 # ---------------------------------------------------------------- tables

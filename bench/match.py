@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--targets", default=TARGETS)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "carry", help="folder of the base")
-    parser.add_argument("--unet_steps", type=int, default=14000, help="steps of its build")
+    parser.add_argument("--unet_steps", type=int, help="steps of its build, in place of its own")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args(argv)
