@@ -22,15 +22,12 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.arms import KEPT, KEPT_AT, PUBLISHED, Flags, experiment, part
-from bench.many import halves, phrases_of
+from bench.many import areas, halves, phrases_of
 from bench.published_table import BATCH, interval, markdown, mean_rate
 from bench.recovery_table import Read, append, stored
 from bench.theory_table import FAILS, auc_interval
 from experiments.by_need import by_need
 from silentbad.memory.law import COEFFICIENTS, Facts, expected_rate, features
-from worlds.microworld.make import target_scene
-from worlds.microworld.render import backdrop_mask
-from worlds.microworld.world import MICROWORLD
 
 PREDICTED = Path(__file__).parent / "results" / "law-predicted.jsonl"
 FIRST, LAST = 2450, 2770  # targets of the rows that are fitted
@@ -100,13 +97,6 @@ class Case(NamedTuple):
 
 
 # ---------------------------------------------------------------- the rows
-@cache
-def areas(target: str) -> list[float]:
-    """Share of the picture that shows each element, the backdrop last."""
-    masks = MICROWORLD.render(target_scene(target))[1]
-    return [float((np.asarray(mask) >= 128).mean()) for mask in (*masks, backdrop_mask(masks))]
-
-
 def flags_of(arm: str, file: str) -> Flags:
     """The flags of an arm, whose name means one thing in kept.jsonl and another elsewhere."""
     return (KEPT if file == "kept.jsonl" else PUBLISHED)[arm]

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 from tqdm import tqdm
 
 from bench.arms import KEPT, KEPT_AT, said
@@ -28,6 +29,8 @@ from bench.recovery import BASE, WORK, data_set, facts, kept, scores
 from bench.recovery_table import Read, append, stored
 from silentbad.data.phrases import shared_phrases
 from worlds.microworld.make import target_scene
+from worlds.microworld.render import backdrop_mask
+from worlds.microworld.world import MICROWORLD
 
 RESULTS = Path(__file__).parent / "results" / "sequence.jsonl"
 # A stage's arm of bench.kept, and how many of the 240 captions that it draws by the pipeline before it are the composed
@@ -46,6 +49,7 @@ CHANGES = {
 LONGER = {"decoder_long": 1.5}  # times the control's steps, for equal seconds
 # what a row's `unique_phrases` says of its data
 OWN_PHRASES = {True: "phrases of one target each, by digits", "names": "phrases of one target each, by names"}
+SMALL = 0.06  # of the picture
 AT_ONCE = (
     "targets at once",
     "arm",
@@ -56,6 +60,7 @@ AT_ONCE = (
     "of a shared phrase",
     "backdrops",
     "things",
+    "those under 6 %",
     "things right, over the base's",
     "drift",
     "minutes",
@@ -174,12 +179,14 @@ def at_once(read: Read) -> str:
         last = [row for row in rows if row["step"] == steps]
         base = next(row for row in rows if row["step"] == 0)
         shared = {} if unique else shared_phrases(phrases_of(targets))
-        passed: dict[str, list[float]] = {"own": [], "shared": [], "backdrop": [], "thing": []}
+        passed: dict[str, list[float]] = {"own": [], "shared": [], "backdrop": [], "thing": [], "small": []}
         for row in last:
             phrases = phrases_of(targets)[row["target"]]
-            for phrase, rate in zip(phrases, row["elements"], strict=True):
+            for phrase, area, rate in zip(phrases, areas(row["target"]), row["elements"], strict=True):
                 passed["shared" if phrase in shared else "own"].append(rate)
                 passed["backdrop" if phrase == phrases[-1] else "thing"].append(rate)
+                if area < SMALL:
+                    passed["small"].append(rate)
         rates = [row["rate"] for row in last]
         name = said(arm) + (f", {OWN_PHRASES[unique]}" if unique else "")
         parts = [f"{mean(own):.2f} ({len(own)})" if own else "" for own in passed.values()]
@@ -205,6 +212,13 @@ def as_frozen(read: Read) -> list[dict]:
 def phrases_of(targets: str) -> dict[str, list[str]]:
     """{target: phrases} of targets of the microworld."""
     return {name: target_scene(name).phrases for name in targets.split(",")}
+
+
+@cache
+def areas(target: str) -> list[float]:
+    """Share of the picture that shows each element, the backdrop last."""
+    masks = MICROWORLD.render(target_scene(target))[1]
+    return [float((np.asarray(mask) >= 128).mean()) for mask in (*masks, backdrop_mask(masks))]
 
 
 def differences(read: Read) -> str:

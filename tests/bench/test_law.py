@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from bench import law
+from bench.many import areas
 from bench.recovery_table import stored
 from silentbad.memory.law import COEFFICIENTS, Facts, expected_rate, features
 
@@ -51,8 +52,8 @@ def test_an_element_is_harder_where_it_is_small_shared_rare_or_a_backdrop():
 
 
 def test_areas_of_a_target_fill_its_picture():
-    assert sum(law.areas("103")) == pytest.approx(1, abs=0.02)
-    assert law.areas("103")[-1] > 0.5
+    assert sum(areas("103")) == pytest.approx(1, abs=0.02)
+    assert areas("103")[-1] > 0.5
 
 
 def test_facts_count_pictures_and_shared_phrases():
@@ -68,7 +69,7 @@ def test_fresh_targets_are_compared_once_they_have_rows(read):
     assert law.fresh(lambda name: [] if name != law.PREDICTED.name else read(name)).count("not run yet") == 4
     block = law.FRESH[0]
     rows = [
-        {"arm": block.arm, "steps": 400, "target": target, "rate": 0.5, "elements": [1.0] * len(law.areas(target))}
+        {"arm": block.arm, "steps": 400, "target": target, "rate": 0.5, "elements": [1.0] * len(areas(target))}
         for target in block.runs
     ]
     rows[0]["elements"][0] = 0.25
