@@ -1,8 +1,9 @@
-"""Many targets in one model, at once and one after the other: `python -m bench.many --targets A,B,...`.
+"""Many targets in one model, at once and one after the other: `python -m bench.many`.
 
+    python -m bench.many                                   the tables and the chart of the stored runs
     python -m bench.many --targets 102,103,104,106         development: 0-999, --results runs/sequence-dev.jsonl
 
-runs them in sequence. Every stage is a run of an arm of `SEQUENCES` on one target, as a target alone has it
+The second runs them in sequence. Every stage is a run of an arm of `SEQUENCES` on one target, as a target alone has it
 (bench/kept.py), from the pipeline that the stage before wrote. At its end it is measured on all targets, and on the
 things of held-out captions that are right. One JSON line a stage and target is added to bench/results/sequence.jsonl; a
 sequence that is stored is not run again. What is learnt at once are rows of `bench.published --results
@@ -18,16 +19,18 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
+from markupsafe import Markup
 from tqdm import tqdm
 
 from bench.arms import KEPT, KEPT_AT, said
-from bench.kept import base_among, data_of, lowest, prompts_file, things_right
+from bench.kept import POINT, base_among, data_of, lowest, prompts_file, things_right
 from bench.kept_worlds import MICRO
 from bench.published import HELD_OUT, NULLS, regime
 from bench.published_table import IMAGES, interval, markdown, mean_rate
-from bench.recovery import BASE, WORK, data_set, facts, kept, scores
+from bench.recovery import BASE, ROOT, WORK, data_set, facts, kept, scores
 from bench.recovery_table import Read, append, stored
 from silentbad.data.phrases import shared_phrases
+from silentbad.measure.intervals import rate_interval
 from worlds.microworld.make import target_scene
 from worlds.microworld.render import backdrop_mask
 from worlds.microworld.world import MICROWORLD
@@ -46,6 +49,14 @@ CHANGES = {
     "decoder_long": "the decoder alone, 1.5 times the steps",
     "unions_long": "three of four element pictures are unions",
 }
+CHARTED = {  # arms, and what the chart calls them
+    "recommended_long": "all layers",
+    "decoder_long": "decoder",
+    "unions_long": "more unions",
+    "decoder_unions_long": "more unions, decoder",
+}
+PLOT = ROOT / "docs" / "images" / "many.svg"
+BAR = Markup('<path d="M{:.1f} {:.1f}V{:.1f}" stroke="{}"/>')
 LONGER = {"decoder_long": 1.5}  # times the control's steps, for equal seconds
 # what a row's `unique_phrases` says of its data
 OWN_PHRASES = {True: "phrases of one target each, by digits", "names": "phrases of one target each, by names"}
@@ -243,19 +254,49 @@ def differences(read: Read) -> str:
     return markdown(("change", "targets at once", "strict rate, difference", "elements, difference"), lines)
 
 
+def chart(read: Read) -> str:
+    """Strict rate over steps a target, a point for each run at once with its 95 % interval: an SVG."""
+    from bench.charts import standalone
+    from silentbad.report import charts
+    from silentbad.report.pages import Figure
+
+    runs: dict[tuple, list[dict]] = defaultdict(list)
+    for row in as_frozen(read):
+        if row["step"] == row["steps"] and row["arm"] in CHARTED and not row["unique_phrases"]:
+            runs[row["targets"].count(",") + 1, row["arm"], row["steps"], row["targets"]].append(row)
+    kinds = sorted({run[:2] for run in runs}, key=lambda kind: (kind[0], [*CHARTED].index(kind[1])))
+    x_place, y_place = charts.scales((0, 1000), (0, 1))
+    inside = charts.axes((0, 1000), (0, 1), "steps of 16 pictures a target")
+    for (at_once, arm, steps, _), rows in runs.items():
+        number = kinds.index((at_once, arm))
+        rates = [row["rate"] for row in rows]
+        x = x_place(steps / at_once) + 3 * (number - len(kinds) / 2)  # beside others of this length
+        low, high = map(y_place, rate_interval(rates))
+        inside.append(BAR.format(x, low, high, charts.COLOURS[number]))
+        inside.append(POINT.format(x, y_place(mean(rates)), charts.COLOURS[number], charts.COLOURS[number]))
+    svg = charts.frame(
+        inside, "Strict rate of targets learnt at once", "A point a run, with the interval over its targets"
+    )
+    return standalone([Figure("", svg)], [f"{at_once} at once, {CHARTED[arm]}" for at_once, arm in kinds])
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", required=True, help="in the order of the stages, ',' between two")
+    parser.add_argument("--targets", help="in the order of the stages, ',' between two; default: none is trained")
     parser.add_argument("--sequence", choices=SEQUENCES, default="rehearsed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
+    read = lambda name: stored(args.results if name == RESULTS.name else RESULTS.with_name(name))  # noqa: E731
+    if args.targets is None:
+        PLOT.write_text(chart(read))
+        print(at_once(read), differences(read), by_stage(read), model_by_stage(read), sep="\n\n")
+        return
     of_run = (args.targets, args.sequence, args.seed)
     rows = [row for row in stored(args.results) if (row["targets"], row.get("sequence"), row["seed"]) == of_run]
     here = facts()
     for row in trained(args.targets, args.seed, args.sequence, done=len({row["stage"] for row in rows})):
         append(args.results, [{**row, **here}])
-    read = lambda name: stored(args.results if name == RESULTS.name else RESULTS.with_name(name))  # noqa: E731
     print(by_stage(read), model_by_stage(read), sep="\n\n")
 
 

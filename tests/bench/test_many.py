@@ -1,7 +1,7 @@
 """Tables of several targets in one model, from rows."""
 
 from bench.kept_worlds import MICRO
-from bench.many import at_once, by_stage, differences, drawn_prompts, model_by_stage, phrases_of
+from bench.many import at_once, by_stage, chart, differences, drawn_prompts, model_by_stage, phrases_of
 
 PAIR = "102,106"  # "a yellow house, on a green meadow" is said of both
 
@@ -84,3 +84,9 @@ def test_the_decoder_is_compared_at_equal_seconds_and_shares_by_need_elsewhere()
         "| the decoder alone, 1.5 times the steps | 2 | +0.25 [+0.25, +0.25] | +0.15 [+0.12, +0.17] |"
     ]
     assert at_once(lambda _: rows + by_need) == at_once(lambda _: rows)
+
+
+def test_the_chart_has_a_point_for_each_run_at_once():
+    rows = runs(0.25) + runs(0.5, arm="unions_long") + runs(0.5, unique_phrases=True)
+    svg = chart(lambda _: rows)
+    assert svg.count("<circle") == 2 and "2 at once, more unions" in svg
