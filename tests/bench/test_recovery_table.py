@@ -25,7 +25,7 @@ def test_every_arm_is_a_configuration_that_passes_the_checks(name):
     [
         (arms.KEPT["recommended"], ["recommended"]),
         (arms.KEPT["recommended_2026"], ["fewest_steps"]),
-        (arms.PUBLISHED["recommended_long"], ["fewest_steps", "many"]),
+        (arms.PUBLISHED["unions_long"], ["fewest_steps", "many"]),
     ],
     ids=["recommended", "fewest steps", "many"],
 )
