@@ -34,12 +34,15 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from bench.arms import KEPT, KEPT_AT, setting_of
+from bench.charts import standalone
 from bench.kept_worlds import MICRO, WORLDS, Judged, world_of
 from bench.published import HELD_OUT, NULLS, per_phrase, regime
 from bench.published_table import CLEAN, IMAGES, interval, markdown, mean_rate
 from bench.recovery import BASE, ROOT, WORK, claimed, data_set, facts, kept, scores
 from bench.recovery_table import append, stored
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval, rate_interval
+from silentbad.report import charts
+from silentbad.report.pages import Figure
 
 RESULTS = MICRO.results
 GUIDANCE = (1.0, 2.0, 4.0)  # half of, at, and twice the validation's
@@ -425,10 +428,6 @@ POINT = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="6" fill="{}" stroke="{}" stro
 
 def frontier(rows: list[dict]) -> str:
     """Strict rate over what is kept, a point for each arm `of_note` with its 95 % intervals: an SVG."""
-    from bench.charts import standalone
-    from silentbad.report import charts
-    from silentbad.report.pages import Figure
-
     base = base_among(rows)
     both = world_of(base).both
     arms = {arm: of_arm for arm, of_arm in of_note(rows).items() if arm not in UNCHARTED}

@@ -23,6 +23,7 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from bench.arms import KEPT, KEPT_AT, said
+from bench.charts import standalone
 from bench.kept import POINT, base_among, data_of, lowest, prompts_file, things_right
 from bench.kept_worlds import MICRO
 from bench.published import HELD_OUT, NULLS, regime
@@ -31,6 +32,8 @@ from bench.recovery import BASE, ROOT, WORK, data_set, facts, kept, scores
 from bench.recovery_table import Read, append, stored
 from silentbad.data.phrases import shared_phrases
 from silentbad.measure.intervals import rate_interval
+from silentbad.report import charts
+from silentbad.report.pages import Figure
 from worlds.microworld.make import target_scene
 from worlds.microworld.render import backdrop_mask
 from worlds.microworld.world import MICROWORLD
@@ -182,12 +185,9 @@ def halves(rates: list[float]) -> str:
 
 def at_once(read: Read) -> str:
     """What passes of targets learnt at once, and of their elements by whether another target has the phrase too."""
-    runs: dict[tuple, list[dict]] = defaultdict(list)
-    for row in as_frozen(read):
-        runs[row["targets"], row["unique_phrases"], row["arm"], row["steps"]].append(row)
     lines = []
-    for (targets, unique, arm, steps), rows in sorted(runs.items(), key=lambda run: len(run[0][0])):
-        last = [row for row in rows if row["step"] == steps]
+    for (targets, steps, arm, unique), rows in sorted(runs_at_once(read).items(), key=lambda run: len(run[0][0])):
+        last = at_end(rows)
         base = next(row for row in rows if row["step"] == 0)
         shared = {} if unique else shared_phrases(phrases_of(targets))
         passed: dict[str, list[float]] = {"own": [], "shared": [], "backdrop": [], "thing": [], "small": []}
@@ -214,9 +214,19 @@ def right(row: dict, read: Read) -> str:
     return f"{lowest([row], base_among(read('kept.jsonl')), MICRO.kinds)[1][0]:.2f}" if "right" in row else ""
 
 
-def as_frozen(read: Read) -> list[dict]:
-    """The rows of runs at once without further flags; bench.law has those with shares by need."""
-    return [row for row in read("many.jsonl") if row["flags"] is None]
+def runs_at_once(read: Read) -> dict[tuple, list[dict]]:
+    """{(targets, steps, arm, whose phrases): rows} of runs without further flags; bench.law has those with shares by
+    need."""
+    runs: dict[tuple, list[dict]] = defaultdict(list)
+    for row in read("many.jsonl"):
+        if row["flags"] is None:
+            runs[row["targets"], row["steps"], row["arm"], row["unique_phrases"]].append(row)
+    return runs
+
+
+def at_end(rows: list[dict]) -> list[dict]:
+    """The rows of a run's last evaluation, one a target."""
+    return [row for row in rows if row["step"] == row["steps"]]
 
 
 @cache
@@ -234,11 +244,7 @@ def areas(target: str) -> list[float]:
 
 def differences(read: Read) -> str:
     """What a change adds to the strict rate and the elements of the same targets: Markdown."""
-    runs: dict[tuple, dict[str, dict]] = defaultdict(dict)
-    for row in as_frozen(read):
-        if row["step"] == row["steps"]:
-            of_run = (row["targets"], row["steps"], row["arm"], row["unique_phrases"])
-            runs[of_run][row["target"]] = row
+    runs = {run: {row["target"]: row for row in at_end(rows)} for run, rows in runs_at_once(read).items()}
     lines = []
     in_order = sorted(runs.items(), key=lambda run: (len(run[1]), *map(str, run[0])))
     for (targets, steps, arm, unique), changed in in_order:
@@ -256,28 +262,25 @@ def differences(read: Read) -> str:
 
 def chart(read: Read) -> str:
     """Strict rate over steps a target, a point for each run at once with its 95 % interval: an SVG."""
-    from bench.charts import standalone
-    from silentbad.report import charts
-    from silentbad.report.pages import Figure
-
-    runs: dict[tuple, list[dict]] = defaultdict(list)
-    for row in as_frozen(read):
-        if row["step"] == row["steps"] and row["arm"] in CHARTED and not row["unique_phrases"]:
-            runs[row["targets"].count(",") + 1, row["arm"], row["steps"], row["targets"]].append(row)
+    runs = [
+        (targets.count(",") + 1, arm, steps, [row["rate"] for row in at_end(rows)])
+        for (targets, steps, arm, unique), rows in runs_at_once(read).items()
+        if arm in CHARTED and not unique
+    ]
     kinds = sorted({run[:2] for run in runs}, key=lambda kind: (kind[0], [*CHARTED].index(kind[1])))
     x_place, y_place = charts.scales((0, 1000), (0, 1))
     inside = charts.axes((0, 1000), (0, 1), "steps of 16 pictures a target")
-    for (at_once, arm, steps, _), rows in runs.items():
-        number = kinds.index((at_once, arm))
-        rates = [row["rate"] for row in rows]
-        x = x_place(steps / at_once) + 3 * (number - len(kinds) / 2)  # beside others of this length
+    for count, arm, steps, rates in runs:
+        number = kinds.index((count, arm))
+        colour = charts.COLOURS[number]
+        x = x_place(steps / count) + 3 * (number - len(kinds) / 2)  # beside others of this length
         low, high = map(y_place, rate_interval(rates))
-        inside.append(BAR.format(x, low, high, charts.COLOURS[number]))
-        inside.append(POINT.format(x, y_place(mean(rates)), charts.COLOURS[number], charts.COLOURS[number]))
+        inside.append(BAR.format(x, low, high, colour))
+        inside.append(POINT.format(x, y_place(mean(rates)), colour, colour))
     svg = charts.frame(
         inside, "Strict rate of targets learnt at once", "A point a run, with the interval over its targets"
     )
-    return standalone([Figure("", svg)], [f"{at_once} at once, {CHARTED[arm]}" for at_once, arm in kinds])
+    return standalone([Figure("", svg)], [f"{count} at once, {CHARTED[arm]}" for count, arm in kinds])
 
 
 def main(argv: list[str] | None = None) -> None:

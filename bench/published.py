@@ -111,9 +111,9 @@ def things_right_after(out: Path, args: argparse.Namespace) -> dict:
     """What the result of a run draws right of things that held-out captions name, as bench.kept counts it."""
     if not args.captions:
         return {}
-    from bench.kept import WORLDS, right_after  # it imports this module
+    from bench.kept import judged, right_after  # it imports this module
 
-    return {"captions": args.captions, "right": right_after(out, args.captions, WORLDS[args.world])}
+    return {"captions": args.captions, "right": right_after(out, args.captions, judged(args))}
 
 
 def setting(args: argparse.Namespace) -> dict:

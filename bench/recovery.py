@@ -122,7 +122,8 @@ def train(arm: str, factor: float, targets: str, seed: int, args: argparse.Names
         "validation.images_per_target": args.images,
         **flags_of_arm,
     }
-    report, seconds = launch(arm, flags)
+    report, seconds = kept(arm, flags)
+    shutil.rmtree(out)
     key = {"arm": arm, "factor": factor, "targets": targets, "seed": seed, **protocol(args)}
     return [
         {
@@ -154,13 +155,6 @@ def common(data: Path, out: Path, factor: float, seed: int, steps: int) -> dict:
         "checkpointing_steps": 10**6,
         "validation.targets": data / "targets.jsonl",
     }
-
-
-def launch(name: str, flags: dict) -> tuple[dict, dict]:
-    """As `kept`; the run's folder is removed afterwards."""
-    report = kept(name, flags)
-    shutil.rmtree(flags["output_dir"])
-    return report
 
 
 def kept(name: str, flags: dict) -> tuple[dict, dict]:
