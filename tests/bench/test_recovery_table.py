@@ -26,8 +26,9 @@ def test_every_arm_is_a_configuration_that_passes_the_checks(name):
         (arms.KEPT["recommended"], ["recommended"]),
         (arms.KEPT["recommended_2026"], ["fewest_steps"]),
         (arms.PUBLISHED["unions_long"], ["fewest_steps", "many"]),
+        (arms.PUBLISHED["unions_keeping"], ["recommended", "many"]),
     ],
-    ids=["recommended", "fewest steps", "many"],
+    ids=["recommended", "fewest steps", "many, fewest steps", "many"],
 )
 def test_a_configuration_is_the_arm_it_names(flags, files):
     argv = ["--config", "configs/microworld.yaml", "--train_data_dir", "data", "--output_dir", "out"]
