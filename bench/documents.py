@@ -20,6 +20,7 @@ from typing import Any
 
 from bench import (
     card,
+    carry,
     emoji_judge,
     headroom,
     instrument,
@@ -139,6 +140,8 @@ BLOCKS: dict[str, Block] = {
     "match": of(match.RESULTS, match.table),
     "match-bases": of(match.RESULTS, match.bases, kept.RESULTS),
     "match-over": of(match.RESULTS, match.differences),
+    "carry": of(carry.RESULTS, carry.table),
+    "carry-bases": of(carry.RESULTS, carry.bases, kept.RESULTS),
     "size": of(size.RESULTS, size.table),
     "size-counts": of(size.RESULTS, size.counts),
     "size-peers": of(size.RESULTS, size.peers),

@@ -141,6 +141,16 @@ def things_right(
     return counts
 
 
+def drawn_right(bases: dict[str, dict]) -> str:
+    """What bases draw right of all things that are named, from their rows: a line a base, Markdown."""
+    scales = next(iter(bases.values()))["right"]
+    lines = []
+    for name, row in bases.items():
+        counts = [counted(row["right"], guidance, MICRO.kinds) for guidance in scales]
+        lines.append([name, *(f"{right / named:.2f}" for right, named in counts), str(counts[0][1])])
+    return markdown(("base", *(f"guidance {g}" for g in scales), "things"), lines)
+
+
 def right_after(out: Path, captions: int, of: Judged) -> Counts:
     """The same for the result of a run: a pipeline, or adapters of the base."""
     lora = out / "lora"

@@ -35,11 +35,7 @@ OVER = ("by spectral updates", "less", "targets", "strict rate", "kept, kinds sh
 
 def bases(rows: list[dict], bundled: list[dict]) -> str:
     """Things right of all that are named, by guidance, of this base and of the bundled one: Markdown."""
-    lines = []
-    for name, of_base in (("AdamW", base_among(rows)), ("Muon, the bundled base", base_among(bundled))):
-        counts = [kept.counted(of_base["right"], guidance, kept.MICRO.kinds) for guidance in of_base["right"]]
-        lines.append([name, *(f"{right / named:.2f}" for right, named in counts), str(counts[0][1])])
-    return markdown(("trained by", *(f"guidance {g}" for g in base_among(rows)["right"]), "things"), lines)
+    return kept.drawn_right({"trained by AdamW": base_among(rows), "by Muon, bundled": base_among(bundled)})
 
 
 def runs_of(rows: list[dict]) -> dict[tuple[str, float], list[dict]]:
