@@ -8,9 +8,9 @@ Bases are the bundled one with another UNet, of a quarter and of four times its 
 bundled autoencoder and text encoder as `worlds.microworld.build` trains the bundled UNet; a build resumes where it was
 stopped. `rescaled` is the bundled UNet with weights of other sizes that predict the same. Each base is fine-tuned by
 the arm `recommended` of bench.published at one rate in each unit, that of the bundled base, or at multiples of it.
-Every evaluation becomes one JSON line of bench/results/carry.jsonl, and so does what a new base draws right of things
-in held-out captions; a run that is stored is not made again. What is compared is the step from which on half of the
-images count at every evaluation.
+Every evaluation becomes one JSON line of bench/results/carry.jsonl, what a new base draws right of things in held-out
+captions one of carry-bases.jsonl; what is stored is not made again. What is compared is the step from which on half of
+the images count at every evaluation.
 
 By the processor seconds of a step, the builds take half an hour and four and a half, the runs about two hours more.
 """
@@ -33,6 +33,7 @@ from bench.recovery import ROOT, facts
 from bench.recovery_table import append, stored
 
 RESULTS = Path(__file__).parent / "results" / "carry.jsonl"
+DRAWN = RESULTS.with_name("carry-bases.jsonl")  # what the bases draw before
 BASE = ROOT / "assets" / "micro-sd"
 
 
@@ -109,9 +110,8 @@ def runs_of(rows: list[dict]) -> dict[tuple[str | None, str, float], dict[str, l
     """{(base, unit, rate): {target: the evaluations of its run}}."""
     runs: dict[tuple, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row["target"] is not None:
-            unit = json.loads(row["flags"])["learning_rate_unit"]
-            runs[row.get("base"), unit, row["factor"]][row["target"]].append(row)
+        unit = json.loads(row["flags"])["learning_rate_unit"]
+        runs[row.get("base"), unit, row["factor"]][row["target"]].append(row)
     return runs
 
 
@@ -138,7 +138,7 @@ def table(rows: list[dict]) -> str:
 
 def bases(rows: list[dict], bundled: list[dict]) -> str:
     """What these bases and the bundled one draw right: Markdown."""
-    built = {row["base"]: row for row in rows if row["target"] is None}
+    built = {row["base"]: row for row in rows}
     named = {f"{SAID[name]} of the weights": built[name] for name in SAID if name in built}
     return drawn_right({**named, "bundled": base_among(bundled)})
 
@@ -189,13 +189,13 @@ def main(argv: list[str] | None = None) -> None:
                 **{name: getattr(args, name) for name in ("targets", "steps", "every", "images", "results")},
             }
             published.main([word for name, value in run.items() for word in (f"--{name}", str(value))])
-    known = {row.get("base") for row in stored(args.results) if row["target"] is None}
+    draws = args.results.with_name(DRAWN.name)
+    known = {row["base"] for row in stored(draws)} if draws.exists() else set()
     for size, base in built.items():
         if size not in known:
-            draws = argparse.Namespace(world="microworld", base=base, captions=args.captions)
-            append(args.results, [{**kept.of_base(draws), **facts()}])
-    rows = stored(args.results)
-    print(table(rows), bases(rows, stored(kept.RESULTS)), sep="\n\n")
+            asked = argparse.Namespace(world="microworld", base=base, captions=args.captions)
+            append(draws, [{**kept.of_base(asked), **facts()}])
+    print(table(stored(args.results)), bases(stored(draws), stored(kept.RESULTS)), sep="\n\n")
 
 
 if __name__ == "__main__":

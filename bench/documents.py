@@ -141,7 +141,7 @@ BLOCKS: dict[str, Block] = {
     "match-bases": of(match.RESULTS, match.bases, kept.RESULTS),
     "match-over": of(match.RESULTS, match.differences),
     "carry": of(carry.RESULTS, carry.table),
-    "carry-bases": of(carry.RESULTS, carry.bases, kept.RESULTS),
+    "carry-bases": of(carry.DRAWN, carry.bases, kept.RESULTS),
     "size": of(size.RESULTS, size.table),
     "size-counts": of(size.RESULTS, size.counts),
     "size-peers": of(size.RESULTS, size.peers),

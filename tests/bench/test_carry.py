@@ -57,11 +57,8 @@ def test_another_rate_has_a_line_of_its_own_and_is_compared_with_the_bundled_bas
     ]
 
 
-def test_what_a_base_draws_is_no_run():
-    drawn = {"base": "quarter", "target": None, "arm": "base", "right": right(5)}
-    rows = [*run(None, "absolute", "1", 20), drawn]
-    assert len(cells(rows)) == 1
-    lines = bases(rows, [{"arm": "base", "right": right(10)}]).splitlines()[2:]
+def test_what_a_new_base_draws_stands_over_the_bundled_one():
+    lines = bases([{"base": "quarter", "right": right(5)}], [{"arm": "base", "right": right(10)}]).splitlines()[2:]
     assert [line.split(" | ")[:2] for line in lines] == [["| a quarter of the weights", "0.50"], ["| bundled", "1.00"]]
 
 
