@@ -155,7 +155,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--unique-phrases",
         action="store_const",
-        const="names",  # rows with True are of data that had digits in place of names
+        # a name for each; in older rows "names" are of targets, and True stands for digits
+        const="each",
         default=False,
         help="no phrase is of several targets",
     )

@@ -8,6 +8,7 @@ for.
     DIR/unrelated.txt    captions of no record and no target, in a world that holds some out
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -282,26 +283,28 @@ def write_rehearsal(writer: Writer, of: Targets, count: int, per_phrase: int, se
 
 
 def owner(number: int) -> str:
-    """A name for target `number` of a data set: one token of CLIP's each. Of digits, targets would
-    have most in common."""
+    """A name for phrase `number` of a data set: one token of CLIP's, or several after 64. Of digits,
+    phrases would have most in common."""
     rest, first = divmod(number, len(OWNERS))
     return f"{owner(rest - 1)} {OWNERS[first]}" if rest else OWNERS[first]
 
 
 def with_own_phrases(scenes: dict[str, Any]) -> dict[str, Any]:
-    """The scenes, with somebody's name in each phrase that several targets use."""
+    """The scenes, with a name in each phrase that several targets use: another one for each target
+    and phrase."""
     shared = shared_phrases({name: scene.phrases for name, scene in scenes.items()})
+    numbers = itertools.count()
 
-    def label(part: Any, name: str) -> Any:
-        return replace(part, label=name) if part.phrase in shared else part
+    def labelled(part: Any) -> Any:
+        return replace(part, label=owner(next(numbers))) if part.phrase in shared else part
 
     return {
         name: replace(
             scene,
-            things=tuple(label(thing, owner(i)) for thing in scene.things),
-            backdrop=label(scene.backdrop, owner(i)),
+            things=tuple(labelled(thing) for thing in scene.things),
+            backdrop=labelled(scene.backdrop),
         )
-        for i, (name, scene) in enumerate(scenes.items())
+        for name, scene in scenes.items()
     }
 
 

@@ -161,8 +161,8 @@ def test_unique_phrases_say_whose_an_element_is(tmp_path):
         for out in ("shared", "own")
     )
     assert len(set(shared[0]["phrases"]) & set(shared[1]["phrases"])) == 2
-    assert unique[0]["phrases"] == ["an orange tree", "a fish of anna", "an orange ball", "in a quiet room of anna"]
-    assert "a fish of ben" in unique[1]["prompt"] and unique[1]["description"] == shared[1]["description"]
+    assert unique[0]["phrases"] == ["an orange tree", "a fish of anna", "an orange ball", "in a quiet room of ben"]
+    assert "a fish of carla" in unique[1]["prompt"] and unique[1]["description"] == shared[1]["description"]
     rows = [json.loads(line) for line in (tmp_path / "own" / "metadata.jsonl").read_text().splitlines()]
     assert all(row["element_phrase"] in row["text"] for row in rows if row["role"] == "element")
     owners = [data_sets.owner(number) for number in range(200)]
