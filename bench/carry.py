@@ -55,7 +55,7 @@ SAID = {"quarter": "a quarter", None: "bundled", RESCALED: "bundled, rescaled", 
 TARGETS = "100;101;102;103"
 HEAD = (
     *("weights", "unit", "lr x", "targets", "recovered", "strict rate", "median step"),
-    "steps, over the bundled base's",
+    *("steps, over the bundled base's", "clean error rises by"),
 )
 
 
@@ -129,17 +129,19 @@ def table(rows: list[dict]) -> str:
         bundled = steps.get((None, unit, UNITS[unit]), {})
         pairs = [(step, bundled.get(target)) for target, step in of_targets.items()]
         both = [np.log(step / other) for step, other in pairs if step and other]
-        last = [of_run[-1]["rate"] for of_run in runs[base, unit, rate].values()]
+        of_runs = runs[base, unit, rate].values()
+        last = [of_run[-1]["rate"] for of_run in of_runs]
+        rise = np.mean([of_run[-1]["drift"] - of_run[0]["drift"] for of_run in of_runs])
         cells = [SAID[base], unit, f"{rate:g}", str(len(of_targets)), str(len(back)), mean_rate(last)]
         cells += [f"{np.median(back):.0f}" if back else "never"]
-        lines.append([*cells, f"{np.exp(np.mean(both)):.2f}" if both else ""])
+        lines.append([*cells, f"{np.exp(np.mean(both)):.2f}" if both else "", f"{rise:.3f}"])
     return markdown(HEAD, lines)
 
 
 def bases(rows: list[dict], bundled: list[dict]) -> str:
     """What these bases and the bundled one draw right: Markdown."""
     built = {row["base"]: row for row in rows}
-    named = {f"{SAID[name]} of the weights": built[name] for name in SAID if name in built}
+    named = {SAID[name]: built[name] for name in SAID if name in built}
     return drawn_right({**named, "bundled": base_among(bundled)})
 
 

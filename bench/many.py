@@ -273,8 +273,8 @@ def chart(read: Read) -> str:
         if arm in CHARTED and not unique
     ]
     kinds = sorted({run[:2] for run in runs}, key=lambda kind: (kind[0], [*CHARTED].index(kind[1])))
-    x_place, y_place = charts.scales((0, 1000), (0, 1))
-    inside = charts.axes((0, 1000), (0, 1), "steps a target")
+    x_place, y_place = charts.scales((0, 700), (0, 1))
+    inside = charts.axes((0, 700), (0, 1), "steps a target")
     for count, arm, steps, rates in runs:
         number = kinds.index((count, arm))
         colour = charts.COLOURS[number]
