@@ -1,8 +1,8 @@
 """Whether a learning rate carries over to a base of another size: `python -m bench.carry [--smoke]`.
 
-    python -m bench.carry --sizes quarter,rescaled the bases that are there in minutes
-    python -m bench.carry                          all, then the runs, then the table
-    python -m bench.carry --smoke                  a base and a run of a few steps each, in a minute
+    python -m bench.carry --sizes quarter,rescaled     the bases that are built in minutes
+    python -m bench.carry                              all, then the runs, then the table
+    python -m bench.carry --smoke                      a base and a run of a few steps each, in a minute
 
 Bases are the bundled one with another UNet, of a quarter and of four times its weights, trained from scratch on the
 bundled autoencoder and text encoder as `worlds.microworld.build` trains the bundled UNet; a build resumes where it was
