@@ -87,6 +87,15 @@ class TestRule(RuleContract):
         SCALE_RULES.try_part(name, {})
 
 
+# settings without which a hook of experiments/ refuses to start
+NEEDS = {
+    "phrase_vectors.py:PhraseVectors": {
+        "train_text_encoder": True,
+        "train_layers": '["!text1.attn", "!text1.ff", "!text1.norm"]',
+    }
+}
+
+
 def test_part(name, request, capsys):
     kind = kind_of(name)
     {"hook": hook, "embedder": embedder, "optimizer": optimizer}.get(kind, part)(name, request)
@@ -123,7 +132,7 @@ def takes_prediction(place: str, prediction_type: str) -> bool:
 
 
 def hook(place, request):
-    run = request.getfixturevalue("build")(hooks=place)
+    run = request.getfixturevalue("build")(hooks=place, **NEEDS.get(place.rpartition("/")[2], {}))
     step_once(run)
     run.hooks.state_dict()
 
