@@ -27,7 +27,6 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
 
 from bench import kept, published
-from bench.kept import base_among, drawn_right
 from bench.published_table import figures, markdown, mean_rate
 from bench.recovery import ROOT, facts
 from bench.recovery_table import append, stored
@@ -51,6 +50,7 @@ BASES = {**SIZES, ADAMW: Built((64, 160), muon=False, steps=14000)}
 # Learning rates in units of 1e-4: that of the arm, and 1.36 times as many, the mean of `step_change/` over it by stage
 UNITS = {"absolute": 40.0, "relative": 54.0}
 RESCALED = "rescaled"
+OTHERS = (*SIZES, RESCALED)  # than the bundled one
 SAID = {"quarter": "a quarter", None: "bundled", RESCALED: "bundled, rescaled", "four": "four times"}
 TARGETS = "100;101;102;103"
 HEAD = (
@@ -142,14 +142,12 @@ def bases(rows: list[dict], bundled: list[dict]) -> str:
     """What these bases and the bundled one draw right: Markdown."""
     built = {row["base"]: row for row in rows}
     named = {SAID[name]: built[name] for name in SAID if name in built}
-    return drawn_right({**named, "bundled": base_among(bundled)})
+    return kept.drawn_right({**named, "bundled": kept.base_among(bundled)})
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sizes", default=",".join([*SIZES, RESCALED]), help="bases beside the bundled one; empty: none"
-    )
+    parser.add_argument("--sizes", default=",".join(OTHERS), help="bases beside the bundled one; empty: none")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "carry", help="folder of the bases")
     parser.add_argument("--unet_steps", type=int, help="steps of a build, in place of each base's own")
     parser.add_argument("--pool", type=int, default=4096, help="scenes that are encoded before its first step")
@@ -176,8 +174,8 @@ def main(argv: list[str] | None = None) -> None:
         work = args.work.with_name("carry-smoke")
         vars(args).update(small, work=work, results=work / "carry.jsonl")
     sizes = [size for size in args.sizes.split(",") if size]
-    if unknown := [size for size in sizes if size not in SAID]:
-        parser.exit(2, f"error: --sizes: unknown size '{unknown[0]}'; there are: {', '.join([*SIZES, RESCALED])}\n")
+    if unknown := [size for size in sizes if size not in OTHERS]:
+        parser.exit(2, f"error: --sizes: unknown size '{unknown[0]}'; there are: {', '.join(OTHERS)}\n")
     args.work.mkdir(parents=True, exist_ok=True)
     built = {size: build(size, args.work, args.unet_steps, args.pool) for size in sizes}
     for base in [None, *built.values()]:
@@ -191,13 +189,13 @@ def main(argv: list[str] | None = None) -> None:
                 **{name: getattr(args, name) for name in ("targets", "steps", "every", "images", "results")},
             }
             published.main([word for name, value in run.items() for word in (f"--{name}", str(value))])
-    draws = args.results.with_name(DRAWN.name)
-    known = {row["base"] for row in stored(draws)} if draws.exists() else set()
+    drawn = args.results.with_name(DRAWN.name)
+    known = {row["base"] for row in stored(drawn)}
     for size, base in built.items():
         if size not in known:
             asked = argparse.Namespace(world="microworld", base=base, captions=args.captions)
-            append(draws, [{**kept.of_base(asked), **facts()}])
-    print(table(stored(args.results)), bases(stored(draws), stored(kept.RESULTS)), sep="\n\n")
+            append(drawn, [{**kept.of_base(asked), **facts()}])
+    print(table(stored(args.results)), bases(stored(drawn), stored(kept.RESULTS)), sep="\n\n")
 
 
 if __name__ == "__main__":

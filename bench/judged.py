@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = rows_of(results)
     of = world_of(next(row for row in stored(results) if row["arm"] == "base"))
     judge_said = load_embedder("micro", detector_of(of), "cpu").describe()
-    done = {key(row) for row in stored(rows) if row["judge"] == judge_said} if rows.exists() else set()
+    done = {key(row) for row in stored(rows) if row["judge"] == judge_said}
     runs = [row for row in stored(results) if row["arm"] != "base"]
     todo = [{"arm": COPIES, "target": target, "steps": 0} for target in sorted({row["target"] for row in runs})]
     todo += [{name: row[name] for name in KEY} for row in runs]

@@ -51,7 +51,7 @@ CHANGES = {
     "recommended_long_context": "captions with more of the target's phrases",
     "decoder_long": "the decoder alone, 1.5 times the steps",
     "unions_long": "three of four element pictures are unions",
-    "unions_keeping": "the same, with what keeps the model, two thirds of the steps",
+    "unions_keeping": "three of four, with what keeps the model, two thirds of the steps",
 }
 CHARTED = {  # arms, and what the chart calls them; at their numbers of targets they need its eight colours
     "recommended_long": "one union in four",

@@ -18,6 +18,7 @@ from silentbad.settings import user_code
 from silentbad.settings.types import MISSING, options_of
 from tests.measure.test_embedders import keeps_the_contract
 from tests.test_gradient_control import RuleContract
+from tests.toy import WORDS_ALONE
 from tests.training import same, step_once, weights
 from tests.world import PROBED, Trainer, config
 
@@ -87,13 +88,7 @@ class TestRule(RuleContract):
         SCALE_RULES.try_part(name, {})
 
 
-# settings without which a hook of experiments/ refuses to start
-NEEDS = {
-    "phrase_vectors.py:PhraseVectors": {
-        "train_text_encoder": True,
-        "train_layers": '["!text1.attn", "!text1.ff", "!text1.norm"]',
-    }
-}
+NEEDS = {"phrase_vectors.py:PhraseVectors": WORDS_ALONE}  # settings without which a hook refuses to start
 
 
 def test_part(name, request, capsys):

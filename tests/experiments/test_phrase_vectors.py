@@ -4,19 +4,17 @@ import pytest
 import torch
 
 from silentbad.errors import UserError
-from tests.toy import experiment
+from tests.toy import WORDS_ALONE, experiment
 from tests.training import step_once
 
-PLACE = experiment("phrase_vectors", "PhraseVectors")
-LAYERS = '["!text1.attn", "!text1.ff", "!text1.norm"]'
-FLAGS = {"train_text_encoder": True, "train_layers": LAYERS, "hooks": PLACE}
+FLAGS = {**WORDS_ALONE, "hooks": experiment("phrase_vectors", "PhraseVectors")}
 
 
 def encoded(run, text: str) -> torch.Tensor:
     encoder = run.parts.text_encoders["text_encoder"]
     ids = run.parts.tokenizers["tokenizer"](text, return_tensors="pt").input_ids
     with torch.no_grad():
-        return encoder(ids)[0].clone()
+        return encoder(ids)[0]
 
 
 def test_only_words_of_elements_alone_are_learnt(build):
