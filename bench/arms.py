@@ -159,6 +159,8 @@ CHEAPER = {
     "gradient_control.spectral_except": '["time", "proj"]',
     "optimizer_options": '{"iteration": "polar_express"}',
 }
+THREE_STEPS = {"optimizer_options": '{"iteration": "newton_schulz_3"}'}
+ROW_GROUPS = {"optimizer_options": '{"iteration": "newton_schulz_3", "row_groups": 2}'}
 LONGER = {"lr_scheduler": "polynomial", "lr_power": "2"}
 DECODER = layers("up*")
 # adapters of as many parameters as the decoder has (1.03 times)
@@ -179,7 +181,7 @@ KEEPING = {
     **part("region", "mask", outside=0.05),
     **LOWER_NOISE,
     **SPECTRAL,
-    "optimizer_options": '{"iteration": "newton_schulz_3"}',
+    **THREE_STEPS,
     **layers("!sampler"),
     "memory.sampler.clean_ratio": "1.0",
     "memory.roles.clean.timesteps.name": "uniform",
@@ -205,6 +207,8 @@ PUBLISHED: dict[str, Flags] = {
     "recommended_gsnr_placebo": {**STRONG, **SPECTRAL, **rule("placebo", options=OF_GSNR, **SOON)},
     "spectral": SPECTRAL,
     "recommended_cheaper": {**STRONG, **SPECTRAL, **CHEAPER},  # bench/spectral.py
+    "recommended_three_steps": {**STRONG, **SPECTRAL, **THREE_STEPS},
+    "recommended_row_groups": {**STRONG, **SPECTRAL, **ROW_GROUPS},
     # `recommended` where some of the layers train (bench/layers.py)
     "decoder": {**STRONG, **SPECTRAL, **DECODER},
     "decoder_long": {**STRONG, **SPECTRAL, **LONGER, **DECODER},
@@ -313,7 +317,7 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "up1": (40.0, 400, 200),
     **dict.fromkeys(("decoder_long", "unions_long", "unions_keeping", "decoder_unions_long"), (40.0, 600, 600)),
     "recommended": (40.0, 200, 20),
-    "recommended_cheaper": (40.0, 200, 200),
+    **dict.fromkeys(("recommended_cheaper", "recommended_three_steps", "recommended_row_groups"), (40.0, 200, 200)),
     "recommended_long": (40.0, 600, 50),
     "recommended_leak_free": (40.0, 200, 20),
     **dict.fromkeys(("adamw", "decoder_adamw", "recommended_adamw"), (16.0, 400, 40)),
@@ -325,7 +329,8 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
 # reported only on targets of their own
 LATER = (
     *("recommended_long", "unions_long", "unions_keeping", "decoder_long", "decoder_unions_long"),
-    *("recommended_cheaper", "up1", "adamw", "decoder_adamw", *LAYERS),
+    *("recommended_cheaper", "recommended_three_steps", "recommended_row_groups"),
+    *("up1", "adamw", "decoder_adamw", *LAYERS),
 )
 
 # The learning rate each arm is reported at, in units of 1e-4 (research/protocol.md says what it was chosen by).
