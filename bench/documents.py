@@ -148,6 +148,7 @@ BLOCKS: dict[str, Block] = {
     "size-starts": of(size.RESULTS, size.starts),
     "spectral-cost": of(spectral.OPERATIONS, spectral.by_model),
     "spectral-recovery": of(spectral.RUNS, spectral.recovery),
+    "spectral-row-groups": of(spectral.RUNS, spectral.row_groups),
     "stealth": of(stealth.RESULTS, stealth.table),
     "layers": of(layers.RUNS, layers.outcomes),
     "layers-over": of(layers.RUNS, layers.compared),

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from bench.arms import KEPT, KEPT_AT, said
 from bench.charts import standalone
-from bench.kept import POINT, base_among, data_of, lowest, prompts_file, things_right
+from bench.kept import base_among, data_of, lowest, prompts_file, things_right
 from bench.kept_worlds import MICRO
 from bench.published import HELD_OUT, NULLS, regime
 from bench.published_table import IMAGES, interval, markdown, mean_rate
@@ -53,7 +53,7 @@ CHANGES = {
     "unions_long": "three of four element pictures are unions",
     "unions_keeping": "three of four, with what keeps the model, two thirds of the steps",
 }
-CHARTED = {  # arms, and what the chart calls them; at their numbers of targets they need its eight colours
+CHARTED = {  # arms, and what the chart calls them
     "recommended_long": "one union in four",
     "unions_long": "more unions",
     "decoder_unions_long": "more unions, the decoder alone",
@@ -61,6 +61,11 @@ CHARTED = {  # arms, and what the chart calls them; at their numbers of targets 
 }
 PLOT = ROOT / "docs" / "images" / "many.svg"
 BAR = Markup('<path d="M{:.1f} {:.1f}V{:.1f}" stroke="{}"/>')
+MARKS = {  # the chart's, of at most so many targets at once
+    8: Markup('<path d="M{:.1f} {:.1f}m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z" fill="{}"/>'),
+    16: Markup('<path d="M{:.1f} {:.1f}m-4-4h8v8h-8z" fill="{}"/>'),
+    64: Markup('<path d="M{:.1f} {:.1f}m0-6l6 6-6 6-6-6z" fill="{}"/>'),
+}
 LONGER = {"decoder_long": 1.5, "unions_keeping": 2 / 3}  # times the control's steps, for equal seconds
 # what a row's `unique_phrases` says of its data
 OWN_PHRASES = {
@@ -272,20 +277,22 @@ def chart(read: Read) -> str:
         for (targets, steps, arm, unique), rows in runs_at_once(read).items()
         if arm in CHARTED and not unique
     ]
-    kinds = sorted({run[:2] for run in runs}, key=lambda kind: (kind[0], [*CHARTED].index(kind[1])))
+    arms = [arm for arm in CHARTED if any(arm == run[1] for run in runs)]
     x_place, y_place = charts.scales((0, 700), (0, 1))
-    inside = charts.axes((0, 700), (0, 1), "steps a target")
+    inside = charts.axes((0, 700), (0, 1), "steps a target; circle: 8 at once, square: 16, diamond: 64")
     for count, arm, steps, rates in runs:
-        number = kinds.index((count, arm))
+        number = arms.index(arm)
         colour = charts.COLOURS[number]
-        x = x_place(steps / count) + 3 * (number - len(kinds) / 2)  # beside others of this length
+        most = next(most for most in MARKS if count <= most)
+        # beside others of this length
+        x = x_place(steps / count) + 6 * (number - len(arms) / 2) + 2 * [*MARKS].index(most)
         low, high = map(y_place, rate_interval(rates))
         inside.append(BAR.format(x, low, high, colour))
-        inside.append(POINT.format(x, y_place(mean(rates)), colour, colour))
+        inside.append(MARKS[most].format(x, y_place(mean(rates)), colour))
     svg = charts.frame(
         inside, "Strict rate of targets learnt at once", "A point a run, with the interval over its targets"
     )
-    return standalone([Figure("", svg)], [f"{count} at once, {CHARTED[arm]}" for count, arm in kinds])
+    return standalone([Figure("", svg)], [CHARTED[arm] for arm in arms])
 
 
 def main(argv: list[str] | None = None) -> None:

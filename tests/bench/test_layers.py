@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench import layers, spectral
+from bench.kept import MICRO
 
 SETTING = {"ratio": 0.1, "seed": 0, "factor": 40.0, "placebo": False, "commit": "c" * 40, "steps": 200}
 
@@ -71,6 +72,19 @@ def test_cheaper_spectral_updates_are_compared_in_pairs_of_targets():
     lines = spectral.recovery(rows).splitlines()
     assert "| 2 | 1.00 [1.00, 1.00] |" in lines[2]
     assert "| difference | 2 | -0.25 [-0.25, -0.25] |" in lines[4]
+
+
+def test_groups_of_rows_are_compared_with_whole_matrices_at_each_rate():
+    right = {"right": {"2": {kind: [1, 2] for kind in MICRO.kinds}}}
+    rows = run("1", spectral.WHOLE, 1.0, 0.04) + run("2", spectral.WHOLE, 0.5, 0.04)
+    for factor, rates in ((40.0, (1.0, 0.4)), (28.0, (0.0, 0.5))):
+        for target, rate in zip("12", rates, strict=True):
+            rows += [row | {"factor": factor} for row in run(target, spectral.GROUPS, rate, 0.04)]
+    lines = spectral.row_groups([row | right for row in rows]).splitlines()[2:]
+    assert lines[0].startswith("| whole matrices | 40 | 2 | 2 | 0.75")
+    assert lines[0].endswith("| 0.50 [0.50, 0.50] |  |  |")
+    assert lines[1].startswith("| two groups of rows | 28 | 2 | 1 |") and "| -0.50 [-1.00, +0.00] | 1.40 |" in lines[1]
+    assert "| -0.05 [-0.10, +0.00] | 0.14 |" in lines[2]
 
 
 @pytest.mark.thorough

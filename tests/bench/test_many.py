@@ -89,4 +89,4 @@ def test_the_decoder_is_compared_at_equal_seconds_and_shares_by_need_elsewhere()
 def test_the_chart_has_a_point_for_each_run_at_once():
     rows = runs(0.25) + runs(0.5, arm="unions_long") + runs(0.5, unique_phrases=True)
     svg = chart(lambda _: rows)
-    assert svg.count("<circle") == 2 and "2 at once, more unions" in svg
+    assert svg.count("m-4 0a4 4") == 2 and "more unions" in svg
