@@ -19,7 +19,7 @@ BATCH = 16  # pictures a step
 CLEAN = 720  # clean pictures, if nothing is said
 IMAGES = 16  # of an evaluation, if nothing is said
 # first target of each block of reported targets; a later idea takes the next
-FIRST_TARGETS = (2000, 2100, 2450, 2500, 2524, 2732, 2842)
+FIRST_TARGETS = (2000, 2100, 2450, 2500, 2524, 2732, 2842, 2930)
 MAIN, LONG, LAYERS = FIRST_TARGETS[2:5]  # the blocks of all arms, of `recommended_long`, of which layers train
 
 

@@ -128,12 +128,11 @@ def quickstart_table(found: dict) -> str:
             f"`{row['part']}`" if row["by"] else row["part"],
             f"{row['share']:.0%}",
             f"{row['recovered']['count'] / row['recovered']['images']:.2f}",
-            f"{row['clean']:.4f}",
         ]
         for row in found["rows"]
         if not row["by"] or row["state"] == PUT_BACK and row["share"] >= LARGER
     ]
-    return markdown(["part", "share", "strict rate", "clean loss"], lines)
+    return markdown(["part", "share", "strict rate"], lines)
 
 
 def parts_table(rows: list[dict]) -> str:
