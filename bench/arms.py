@@ -206,7 +206,7 @@ PUBLISHED: dict[str, Flags] = {
     "recommended_gsnr": {**STRONG, **SPECTRAL, **rule(GSNR, **SOON)},
     "recommended_gsnr_placebo": {**STRONG, **SPECTRAL, **rule("placebo", options=OF_GSNR, **SOON)},
     "spectral": SPECTRAL,
-    "recommended_cheaper": {**STRONG, **SPECTRAL, **CHEAPER},  # bench/spectral.py
+    "recommended_cheaper": {**STRONG, **SPECTRAL, **CHEAPER},
     "recommended_three_steps": {**STRONG, **SPECTRAL, **THREE_STEPS},
     "recommended_row_groups": {**STRONG, **SPECTRAL, **ROW_GROUPS},
     # `recommended` where some of the layers train (bench/layers.py)
@@ -284,6 +284,7 @@ KEPT_AT: dict[str, tuple[float, int]] = {  # learning rate in units of 1e-4, opt
     "plain": (8.0, 1500),
 }
 HALVES = {f"half_{seed}": seed for seed in range(4)}  # further arms: `recommended` where a random half trains
+UPDATES = ("recommended_cheaper", "recommended_three_steps", "recommended_row_groups")  # bench/spectral.py
 LAYERS = ("decoder", "decoder_resnets", "all_but_decoder", *HALVES, "decoder_leak_free", "lora")
 
 
@@ -317,7 +318,7 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     "up1": (40.0, 400, 200),
     **dict.fromkeys(("decoder_long", "unions_long", "unions_keeping", "decoder_unions_long"), (40.0, 600, 600)),
     "recommended": (40.0, 200, 20),
-    **dict.fromkeys(("recommended_cheaper", "recommended_three_steps", "recommended_row_groups"), (40.0, 200, 200)),
+    **dict.fromkeys(UPDATES, (40.0, 200, 200)),
     "recommended_long": (40.0, 600, 50),
     "recommended_leak_free": (40.0, 200, 20),
     **dict.fromkeys(("adamw", "decoder_adamw", "recommended_adamw"), (16.0, 400, 40)),
@@ -329,8 +330,7 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
 # reported only on targets of their own
 LATER = (
     *("recommended_long", "unions_long", "unions_keeping", "decoder_long", "decoder_unions_long"),
-    *("recommended_cheaper", "recommended_three_steps", "recommended_row_groups"),
-    *("up1", "adamw", "decoder_adamw", *LAYERS),
+    *("up1", "adamw", "decoder_adamw", *UPDATES, *LAYERS),
 )
 
 # The learning rate each arm is reported at, in units of 1e-4 (research/protocol.md says what it was chosen by).

@@ -54,7 +54,6 @@ CHINESE = {
     "trains": "训练",
     "part": "部分",
     "share": "占改变量的份额",
-    "clean loss": "干净损失",
     "as trained": "训练后",
     "base": "基础模型",
     "of the weights": "占权重",

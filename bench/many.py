@@ -277,22 +277,21 @@ def chart(read: Read) -> str:
         for (targets, steps, arm, unique), rows in runs_at_once(read).items()
         if arm in CHARTED and not unique
     ]
-    arms = [arm for arm in CHARTED if any(arm == run[1] for run in runs)]
     x_place, y_place = charts.scales((0, 700), (0, 1))
     inside = charts.axes((0, 700), (0, 1), "steps a target; circle: 8 at once, square: 16, diamond: 64")
     for count, arm, steps, rates in runs:
-        number = arms.index(arm)
+        number = [*CHARTED].index(arm)
         colour = charts.COLOURS[number]
         most = next(most for most in MARKS if count <= most)
         # beside others of this length
-        x = x_place(steps / count) + 6 * (number - len(arms) / 2) + 2 * [*MARKS].index(most)
+        x = x_place(steps / count) + 6 * (number - len(CHARTED) / 2) + 2 * [*MARKS].index(most)
         low, high = map(y_place, rate_interval(rates))
         inside.append(BAR.format(x, low, high, colour))
         inside.append(MARKS[most].format(x, y_place(mean(rates)), colour))
     svg = charts.frame(
         inside, "Strict rate of targets learnt at once", "A point a run, with the interval over its targets"
     )
-    return standalone([Figure("", svg)], [CHARTED[arm] for arm in arms])
+    return standalone([Figure("", svg)], [*CHARTED.values()])
 
 
 def main(argv: list[str] | None = None) -> None:

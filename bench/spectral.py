@@ -20,9 +20,8 @@ from scipy.stats import sem
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench import kept
 from bench.arms import PUBLISHED_AT
-from bench.kept import MICRO
-from bench.kept import counted as shown_right
 from bench.published_table import by_arm, interval, markdown, mean_of
 from bench.recovery_table import RESULTS
 from bench.shapes import UNETS
@@ -169,7 +168,7 @@ def row_groups(rows: list[dict]) -> str:
         both = [target for target in whole if target in of_arm]
         of = {key: mean_of(of_arm, key, both) for key in FIGURES}
         over = of["strict rate"] - mean_of(whole, "strict rate", both)
-        things = [shown_right(ends[arm, factor, target]["right"], "2", MICRO.kinds) for target in both]
+        things = [kept.counted(ends[arm, factor, target]["right"], "2", kept.MICRO.kinds) for target in both]
         lines.append(
             [
                 "two groups of rows" if arm == GROUPS else "whole matrices",
@@ -177,7 +176,7 @@ def row_groups(rows: list[dict]) -> str:
                 str(len(both)),
                 str(sum(of["strict rate"] >= 0.5)),
                 *(interval(of[key].tolist(), form) for key, form in FIGURES.items()),
-                interval([shown / named for shown, named in things]),
+                interval([right / named for right, named in things]),
                 *((interval(over.tolist(), "+.2f"), f"{FOUND * sem(over):.2f}") if (arm, factor) != own else ("", "")),
             ]
         )

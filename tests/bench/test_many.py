@@ -1,7 +1,10 @@
 """Tables of several targets in one model, from rows."""
 
+import re
+
 from bench.kept_worlds import MICRO
 from bench.many import at_once, by_stage, chart, differences, drawn_prompts, model_by_stage, phrases_of
+from silentbad.report.charts import COLOURS
 
 PAIR = "102,106"  # "a yellow house, on a green meadow" is said of both
 
@@ -89,4 +92,5 @@ def test_the_decoder_is_compared_at_equal_seconds_and_shares_by_need_elsewhere()
 def test_the_chart_has_a_point_for_each_run_at_once():
     rows = runs(0.25) + runs(0.5, arm="unions_long") + runs(0.5, unique_phrases=True)
     svg = chart(lambda _: rows)
-    assert svg.count("m-4 0a4 4") == 2 and "more unions" in svg
+    of_arm = re.findall(r'm-4 0a4 4.*?fill="(.*?)"', svg)
+    assert of_arm == [COLOURS[0], COLOURS[1]] and "more unions" in svg
