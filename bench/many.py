@@ -72,6 +72,7 @@ OWN_PHRASES = {
     True: "phrases of one target each, by digits",
     "names": "phrases of one target each, by names",
     "each": "phrases of one target each, by a name for each",
+    "oracle": "the oracle of words",
 }
 SMALL = 0.06  # of the picture
 AT_ONCE = (
@@ -199,7 +200,7 @@ def at_once(read: Read) -> str:
     for (targets, steps, arm, unique), rows in sorted(runs_at_once(read).items(), key=lambda run: len(run[0][0])):
         last = at_end(rows)
         base = next(row for row in rows if row["step"] == 0)
-        shared = {} if unique else shared_phrases(phrases_of(targets))
+        shared = {} if unique and unique != "oracle" else shared_phrases(phrases_of(targets))
         passed: dict[str, list[float]] = {"own": [], "shared": [], "backdrop": [], "thing": [], "small": []}
         for row in last:
             phrases = phrases_of(targets)[row["target"]]
@@ -258,7 +259,8 @@ def differences(read: Read) -> str:
     lines = []
     in_order = sorted(runs.items(), key=lambda run: (len(run[1]), *map(str, run[0])))
     for (targets, steps, arm, unique), changed in in_order:
-        control = runs.get((targets, round(steps / LONGER.get(arm, 1)), CONTROL, False))
+        of_control = (steps, arm) if unique else (round(steps / LONGER.get(arm, 1)), CONTROL)
+        control = runs.get((targets, *of_control, False))
         if control is None or (arm, unique) == (CONTROL, False):
             continue
         gains = {
