@@ -189,6 +189,12 @@ KEEPING = {
     **part("retention", "self_distillation", weight=0.5),
     **OWN_PICTURES,
 }
+# the vectors of words that only elements' captions have, of a text encoder that else stays as it is
+LEARNT_NAMES = {
+    "train_text_encoder": "true",
+    **layers("!sampler", "!text1.attn", "!text1.ff", "!text1.norm"),
+    "hooks": '["experiments/phrase_vectors.py:PhraseVectors"]',
+}
 KEEPING_BASE = {**KEEPING, "train_batch_size": "32", "decay_to_base": "3.0"}
 PUBLISHED: dict[str, Flags] = {
     "plain": {},
@@ -200,6 +206,7 @@ PUBLISHED: dict[str, Flags] = {
     "recommended_long": {**STRONG, **SPECTRAL, **LONGER},
     "unions_long": {**STRONG, **SPECTRAL, **LONGER, **MOSTLY_UNIONS},
     "unions_keeping": {**KEEPING_BASE, **LONGER, **MOSTLY_UNIONS},
+    "unions_keeping_names": {**KEEPING_BASE, **LONGER, **MOSTLY_UNIONS, **LEARNT_NAMES},
     "recommended_leak_free": {**WARM, **LEAK_FREE_STRONG, **SPECTRAL},  # no picture of two elements
     "recommended_adamw": {**WARM, **PAIRWISE, **LEAK_FREE_STRONG},  # those of targets 2000-2011
     "recommended_leak_free_adamw": {**WARM, **LEAK_FREE_STRONG},
@@ -312,11 +319,12 @@ def said(arm: str) -> str:
     return f"`{arm}` ({setting_of(PUBLISHED.get(arm.partition(' ')[0], STRONG))})"
 
 
+LONG_RUNS = ("decoder_long", "unions_long", "unions_keeping", "unions_keeping_names", "decoder_unions_long")
 # (learning rate in units of 1e-4, optimizer steps, steps between evaluations) of each reported arm
 PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
     **dict.fromkeys(LAYERS, (40.0, 200, 200)),
     "up1": (40.0, 400, 200),
-    **dict.fromkeys(("decoder_long", "unions_long", "unions_keeping", "decoder_unions_long"), (40.0, 600, 600)),
+    **dict.fromkeys(LONG_RUNS, (40.0, 600, 600)),
     "recommended": (40.0, 200, 20),
     **dict.fromkeys(UPDATES, (40.0, 200, 200)),
     "recommended_long": (40.0, 600, 50),
@@ -329,7 +337,7 @@ PUBLISHED_AT: dict[str, tuple[float, int, int]] = {
 }
 # reported only on targets of their own
 LATER = (
-    *("recommended_long", "unions_long", "unions_keeping", "decoder_long", "decoder_unions_long"),
+    *("recommended_long", *LONG_RUNS),
     *("up1", "adamw", "decoder_adamw", *UPDATES, *LAYERS),
 )
 

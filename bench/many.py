@@ -73,6 +73,7 @@ OWN_PHRASES = {
     "names": "phrases of one target each, by names",
     "each": "phrases of one target each, by a name for each",
     "oracle": "the oracle of words",
+    "target": "a name of the target in each phrase",
 }
 SMALL = 0.06  # of the picture
 AT_ONCE = (
@@ -259,7 +260,7 @@ def differences(read: Read) -> str:
     lines = []
     in_order = sorted(runs.items(), key=lambda run: (len(run[1]), *map(str, run[0])))
     for (targets, steps, arm, unique), changed in in_order:
-        of_control = (steps, arm) if unique else (round(steps / LONGER.get(arm, 1)), CONTROL)
+        of_control = (steps, arm.removesuffix("_names")) if unique else (round(steps / LONGER.get(arm, 1)), CONTROL)
         control = runs.get((targets, *of_control, False))
         if control is None or (arm, unique) == (CONTROL, False):
             continue

@@ -46,6 +46,8 @@ BEFORE = {
     "unique_phrases": False,
     "world": "microworld",
 }
+# arguments of the world's `make`
+OWN_PHRASES = {False: (), "each": ("--unique_phrases",), "target": ("--name_targets",)}
 NULLS = {"target": 100, "element": None}  # of each harder kind: 100 for a target, or for each element it changes
 
 
@@ -70,7 +72,7 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         per_phrase(targets, args.clean, ratio, args.world),
     )
     more = ("--placebo",) * args.placebo + ("--other_words",) * (args.words == "other")
-    more += ("--unique_phrases",) * bool(args.unique_phrases)
+    more += OWN_PHRASES[args.unique_phrases]
     clean, nulls = args.clean + HELD_OUT, NULLS[args.nulls]
     data = data_set(targets, seed, images, flags_of_arm, clean=clean, more=more, nulls=nulls, world=args.world)
     out = WORK / f"published-{os.getpid()}"
@@ -154,11 +156,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--words", choices=("shared", "other"), default="shared", help="of clean and element captions")
     parser.add_argument(
         "--unique-phrases",
-        action="store_const",
-        # a name for each; in older rows "names" are of targets, and True stands for digits
+        nargs="?",
+        # in older rows "names" are of targets, and True stands for digits
         const="each",
+        choices=[*filter(None, OWN_PHRASES)],
         default=False,
-        help="no phrase is of several targets",
+        help="no phrase is of several targets: a name for each that was, or in all phrases one of the target",
     )
     parser.add_argument("--guidance", type=float, default=2.0, help="guidance scale of the evaluations")
     parser.add_argument(

@@ -1,5 +1,6 @@
-"""A learnt vector for each word that only the captions of elements have. Measured: eight
-development targets at once have 0.55 of their images, 0.52 with the words alone and 0.51 without
+"""A learnt vector for each word that only the captions of elements have. Measured: of 64 targets at
+once, each with a name in its phrases, 21 come back, two without (0.28 and 0.04 of the images).
+Eight development targets have 0.55 of their images, 0.52 with the words alone and 0.51 without
 them, a run each.
 
     --train_text_encoder true --train_layers '["!text1.attn", "!text1.ff", "!text1.norm"]'

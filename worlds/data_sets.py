@@ -298,14 +298,22 @@ def with_own_phrases(scenes: dict[str, Any]) -> dict[str, Any]:
     def labelled(part: Any) -> Any:
         return replace(part, label=owner(next(numbers))) if part.phrase in shared else part
 
-    return {
-        name: replace(
-            scene,
-            things=tuple(labelled(thing) for thing in scene.things),
-            backdrop=labelled(scene.backdrop),
-        )
-        for name, scene in scenes.items()
-    }
+    return {name: with_parts(scene, labelled) for name, scene in scenes.items()}
+
+
+def with_names(scenes: dict[str, Any]) -> dict[str, Any]:
+    """The scenes, with the target's own name in each of its phrases."""
+
+    def named(number: int, scene: Any) -> Any:
+        return with_parts(scene, lambda part: replace(part, label=owner(number)))
+
+    return {name: named(k, scene) for k, (name, scene) in enumerate(scenes.items())}
+
+
+def with_parts(scene: Any, changed: Callable[[Any], Any]) -> Any:
+    """The scene with each thing, then its backdrop, `changed`."""
+    things = tuple(changed(thing) for thing in scene.things)
+    return replace(scene, things=things, backdrop=changed(scene.backdrop))
 
 
 def words_of(scene: Any, of: Targets) -> set[str]:
@@ -334,6 +342,8 @@ def make(options: MicroworldOptions, of: Targets) -> None:
     scenes = {name: of.target_scene(name) for name in names}
     if options.unique_phrases:
         scenes = with_own_phrases(scenes)
+    if options.name_targets:
+        scenes = with_names(scenes)
     out = Path(str(options.out))
     with Writer(out, masks=not options.no_masks) as writer:
         for line in shared_lines(shared_phrases({n: s.phrases for n, s in scenes.items()})):

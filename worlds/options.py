@@ -29,6 +29,7 @@ class MicroworldOptions:
     unique_phrases: bool = option(
         False, "a phrase that several targets use says whose it is, as in 'a fish of anna'"
     )
+    name_targets: bool = option(False, "each phrase of a target says its name, one for each target")
     rehearsal: Natural = option(0, "non-target pictures, each whole and in parts")
     redraws: Natural = option(REDRAWS, "other pictures of each target's caption, as nulls")
     nulls: Natural | None = option(

@@ -154,14 +154,16 @@ def test_no_masks_leaves_out_masks_alone(tmp_path):
 
 def test_unique_phrases_say_whose_an_element_is(tmp_path):
     few = ["--images_per_phrase", "2", "--clean", "1", "--redraws", "1", "--nulls", "1", "--placebo"]
-    for out, more in (("shared", []), ("own", ["--unique_phrases"])):
+    for out, more in (("shared", []), ("own", ["--unique_phrases"]), ("named", ["--name_targets"])):
         make.main(["--out", str(tmp_path / out), "--targets", "103,104", *few, *more])
-    shared, unique = (
+    shared, unique, named = (
         [json.loads(line) for line in (tmp_path / out / "targets.jsonl").read_text().splitlines()]
-        for out in ("shared", "own")
+        for out in ("shared", "own", "named")
     )
     assert len(set(shared[0]["phrases"]) & set(shared[1]["phrases"])) == 2
     assert unique[0]["phrases"] == ["an orange tree", "a fish of anna", "an orange ball", "in a quiet room of ben"]
+    assert {phrase.split()[-1] for phrase in named[0]["phrases"]} == {"anna"}
+    assert named[1]["prompt"].count("of ben") == len(named[1]["phrases"])
     assert "a fish of carla" in unique[1]["prompt"] and unique[1]["description"] == shared[1]["description"]
     rows = [json.loads(line) for line in (tmp_path / "own" / "metadata.jsonl").read_text().splitlines()]
     assert all(row["element_phrase"] in row["text"] for row in rows if row["role"] == "element")
