@@ -58,6 +58,7 @@ CHARTED = {  # arms, and what the chart calls them
     "unions_long": "more unions",
     "decoder_unions_long": "more unions, the decoder alone",
     "unions_keeping": "more unions, the model kept",
+    "unions_keeping_names": "the same, with learnt names",
 }
 PLOT = ROOT / "docs" / "images" / "many.svg"
 BAR = Markup('<path d="M{:.1f} {:.1f}V{:.1f}" stroke="{}"/>')
@@ -278,7 +279,7 @@ def chart(read: Read) -> str:
     runs = [
         (targets.count(",") + 1, arm, steps, [row["rate"] for row in at_end(rows)])
         for (targets, steps, arm, unique), rows in runs_at_once(read).items()
-        if arm in CHARTED and not unique
+        if arm in CHARTED and (not unique or arm == "unions_keeping_names")
     ]
     x_place, y_place = charts.scales((0, 700), (0, 1))
     inside = charts.axes((0, 700), (0, 1), "steps a target; circle: 8 at once, square: 16, diamond: 64")
