@@ -53,13 +53,14 @@ CHANGES = {
     "unions_long": "three of four element pictures are unions",
     "unions_keeping": "three of four, with what keeps the model, two thirds of the steps",
 }
-CHARTED = {  # arms, and what the chart calls them
-    "recommended_long": "one union in four",
-    "unions_long": "more unions",
-    "decoder_unions_long": "more unions, the decoder alone",
-    "unions_keeping": "more unions, the model kept",
-    "unions_keeping_names": "the same, with learnt names",
+CHARTED: dict[tuple[str, bool | str], str] = {  # (arm, whose phrases), and what the chart calls them
+    ("recommended_long", False): "one union in four",
+    ("unions_long", False): "more unions",
+    ("decoder_unions_long", False): "more unions, the decoder alone",
+    ("unions_keeping", False): "more unions, the model kept",
+    ("unions_keeping_names", "target"): "the same, with learnt names",
 }
+LEARNT = {"unions_keeping_names": "unions_keeping"}  # arms that learn words, and what they are without
 PLOT = ROOT / "docs" / "images" / "many.svg"
 BAR = Markup('<path d="M{:.1f} {:.1f}V{:.1f}" stroke="{}"/>')
 MARKS = {  # the chart's, of at most so many targets at once
@@ -202,7 +203,7 @@ def at_once(read: Read) -> str:
     for (targets, steps, arm, unique), rows in sorted(runs_at_once(read).items(), key=lambda run: len(run[0][0])):
         last = at_end(rows)
         base = next(row for row in rows if row["step"] == 0)
-        shared = {} if unique and unique != "oracle" else shared_phrases(phrases_of(targets))
+        shared = shared_phrases(phrases_of(targets)) if unique in (False, "oracle") else {}
         passed: dict[str, list[float]] = {"own": [], "shared": [], "backdrop": [], "thing": [], "small": []}
         for row in last:
             phrases = phrases_of(targets)[row["target"]]
@@ -261,7 +262,7 @@ def differences(read: Read) -> str:
     lines = []
     in_order = sorted(runs.items(), key=lambda run: (len(run[1]), *map(str, run[0])))
     for (targets, steps, arm, unique), changed in in_order:
-        of_control = (steps, arm.removesuffix("_names")) if unique else (round(steps / LONGER.get(arm, 1)), CONTROL)
+        of_control = (steps, LEARNT.get(arm, arm)) if unique else (round(steps / LONGER.get(arm, 1)), CONTROL)
         control = runs.get((targets, *of_control, False))
         if control is None or (arm, unique) == (CONTROL, False):
             continue
@@ -269,7 +270,7 @@ def differences(read: Read) -> str:
             "strict rate": [row["rate"] - control[target]["rate"] for target, row in changed.items()],
             "elements": [mean(row["elements"]) - mean(control[target]["elements"]) for target, row in changed.items()],
         }
-        name = OWN_PHRASES.get(unique) or CHANGES[arm]
+        name = OWN_PHRASES[unique] + ", learnt" * (arm in LEARNT) if unique else CHANGES[arm]
         lines.append([name, f"{len(changed)}", *(interval(values, "+.2f") for values in gains.values())])
     return markdown(("change", "targets at once", "strict rate, difference", "elements, difference"), lines)
 
@@ -277,14 +278,14 @@ def differences(read: Read) -> str:
 def chart(read: Read) -> str:
     """Strict rate over steps a target, a point for each run at once with its 95 % interval: an SVG."""
     runs = [
-        (targets.count(",") + 1, arm, steps, [row["rate"] for row in at_end(rows)])
+        (targets.count(",") + 1, (arm, unique), steps, [row["rate"] for row in at_end(rows)])
         for (targets, steps, arm, unique), rows in runs_at_once(read).items()
-        if arm in CHARTED and (not unique or arm == "unions_keeping_names")
+        if (arm, unique) in CHARTED
     ]
     x_place, y_place = charts.scales((0, 700), (0, 1))
     inside = charts.axes((0, 700), (0, 1), "steps a target; circle: 8 at once, square: 16, diamond: 64")
-    for count, arm, steps, rates in runs:
-        number = [*CHARTED].index(arm)
+    for count, charted, steps, rates in runs:
+        number = [*CHARTED].index(charted)
         colour = charts.COLOURS[number]
         most = next(most for most in MARKS if count <= most)
         # beside others of this length

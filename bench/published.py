@@ -46,8 +46,8 @@ BEFORE = {
     "unique_phrases": False,
     "world": "microworld",
 }
-# arguments of the world's `make`
-OWN_PHRASES = {False: (), "each": ("--unique_phrases",), "target": ("--name_targets",)}
+# arguments of the world's `make`, by --unique-phrases
+NAMING = {False: (), "each": ("--unique_phrases",), "target": ("--name_targets",)}
 NULLS = {"target": 100, "element": None}  # of each harder kind: 100 for a target, or for each element it changes
 
 
@@ -72,7 +72,7 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         per_phrase(targets, args.clean, ratio, args.world),
     )
     more = ("--placebo",) * args.placebo + ("--other_words",) * (args.words == "other")
-    more += OWN_PHRASES[args.unique_phrases]
+    more += NAMING[args.unique_phrases]
     clean, nulls = args.clean + HELD_OUT, NULLS[args.nulls]
     data = data_set(targets, seed, images, flags_of_arm, clean=clean, more=more, nulls=nulls, world=args.world)
     out = WORK / f"published-{os.getpid()}"
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
         nargs="?",
         # in older rows "names" are of targets, and True stands for digits
         const="each",
-        choices=[*filter(None, OWN_PHRASES)],
+        choices=[*filter(None, NAMING)],
         default=False,
         help="no phrase is of several targets: a name for each that was, or in all phrases one of the target",
     )

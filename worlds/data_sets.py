@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -303,11 +304,10 @@ def with_own_phrases(scenes: dict[str, Any]) -> dict[str, Any]:
 
 def with_names(scenes: dict[str, Any]) -> dict[str, Any]:
     """The scenes, with the target's own name in each of its phrases."""
-
-    def named(number: int, scene: Any) -> Any:
-        return with_parts(scene, lambda part: replace(part, label=owner(number)))
-
-    return {name: named(k, scene) for k, (name, scene) in enumerate(scenes.items())}
+    return {
+        name: with_parts(scene, partial(replace, label=owner(number)))
+        for number, (name, scene) in enumerate(scenes.items())
+    }
 
 
 def with_parts(scene: Any, changed: Callable[[Any], Any]) -> Any:

@@ -94,3 +94,14 @@ def test_the_chart_has_a_point_for_each_run_at_once():
     svg = chart(lambda _: rows)
     of_arm = re.findall(r'm-4 0a4 4.*?fill="(.*?)"', svg)
     assert of_arm == [COLOURS[0], COLOURS[1]] and "more unions" in svg
+
+
+def test_changes_of_words_are_compared_with_the_arm_that_they_change():
+    of_words = runs(0.5, arm="unions_keeping_names", unique_phrases="target")
+    of_words += runs(0.75, arm="unions_keeping", unique_phrases="oracle")
+    lines = differences(lambda _: runs(0.25, arm="unions_keeping") + of_words).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == [
+        "| the oracle of words",
+        "| a name of the target in each phrase, learnt",
+    ]
+    assert "| +0.50 [+0.50, +0.50] |" in lines[0] and "| +0.25 [+0.25, +0.25] |" in lines[1]
