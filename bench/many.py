@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 import numpy as np
 from markupsafe import Markup
@@ -94,6 +95,22 @@ AT_ONCE = (
     "minutes",
     "peak MiB",
 )
+
+
+class Run(NamedTuple):
+    """What tells a run of targets at once from another."""
+
+    targets: str
+    steps: int
+    arm: str
+    whose: bool | str  # phrases
+    placebo: bool = False
+
+    @property
+    def data(self) -> list[str]:
+        """What its data are, where they are not as they come."""
+        phrases = [OWN_PHRASES[self.whose] + ", learnt" * (self.arm in LEARNT)] if self.whose else []
+        return phrases + ["placebo data"] * self.placebo
 
 
 def trained(targets: str, seed: int, sequence: str, done: int) -> Iterable[dict]:
@@ -200,26 +217,26 @@ def halves(rates: list[float]) -> str:
 def at_once(read: Read) -> str:
     """What passes of targets learnt at once, and of their elements by whether another target has the phrase too."""
     lines = []
-    for (targets, steps, arm, unique), rows in sorted(runs_at_once(read).items(), key=lambda run: len(run[0][0])):
+    for run, rows in sorted(runs_at_once(read).items(), key=lambda run: len(run[0].targets)):
         last = at_end(rows)
         base = next(row for row in rows if row["step"] == 0)
-        shared = shared_phrases(phrases_of(targets)) if unique in (False, "oracle") else {}
+        shared = shared_phrases(phrases_of(run.targets)) if run.whose in (False, "oracle") else {}
         passed: dict[str, list[float]] = {"own": [], "shared": [], "backdrop": [], "thing": [], "small": []}
         for row in last:
-            phrases = phrases_of(targets)[row["target"]]
+            phrases = phrases_of(run.targets)[row["target"]]
             for phrase, area, rate in zip(phrases, areas(row["target"]), row["elements"], strict=True):
                 passed["shared" if phrase in shared else "own"].append(rate)
                 passed["backdrop" if phrase == phrases[-1] else "thing"].append(rate)
                 if area < SMALL:
                     passed["small"].append(rate)
         rates = [row["rate"] for row in last]
-        name = said(arm) + (f", {OWN_PHRASES[unique]}" if unique else "")
+        name = ", ".join([said(run.arm), *run.data])
         parts = [f"{mean(own):.2f} ({len(own)})" if own else "" for own in passed.values()]
         drift = f"{last[0]['drift'] - base['drift']:.4f}"
         minutes = f"{last[0]['seconds'] / 60:.0f}"
         peak = f"{last[0]['peak_mib']:.0f}" if "peak_mib" in last[0] else ""  # earlier rows have none
         parts += [right(last[0], read), drift, minutes, peak]
-        lines.append([str(len(last)), name, str(steps), halves(rates), mean_rate(rates), *parts])
+        lines.append([str(len(last)), name, str(run.steps), halves(rates), mean_rate(rates), *parts])
     return markdown(AT_ONCE, lines)
 
 
@@ -228,13 +245,13 @@ def right(row: dict, read: Read) -> str:
     return f"{lowest([row], base_among(read('kept.jsonl')), MICRO.kinds)[1][0]:.2f}" if "right" in row else ""
 
 
-def runs_at_once(read: Read) -> dict[tuple, list[dict]]:
-    """{(targets, steps, arm, whose phrases): rows} of runs without further flags; bench.law has those with shares by
-    need."""
-    runs: dict[tuple, list[dict]] = defaultdict(list)
+def runs_at_once(read: Read) -> dict[Run, list[dict]]:
+    """Rows of each run without further flags; bench.law has those with shares by need."""
+    runs: dict[Run, list[dict]] = defaultdict(list)
     for row in read("many.jsonl"):
         if row["flags"] is None:
-            runs[row["targets"], row["steps"], row["arm"], row["unique_phrases"]].append(row)
+            run = Run(row["targets"], row["steps"], row["arm"], row["unique_phrases"], row["placebo"])
+            runs[run].append(row)
     return runs
 
 
@@ -261,26 +278,36 @@ def differences(read: Read) -> str:
     runs = {run: {row["target"]: row for row in at_end(rows)} for run, rows in runs_at_once(read).items()}
     lines = []
     in_order = sorted(runs.items(), key=lambda run: (len(run[1]), *map(str, run[0])))
-    for (targets, steps, arm, unique), changed in in_order:
-        of_control = (steps, LEARNT.get(arm, arm)) if unique else (round(steps / LONGER.get(arm, 1)), CONTROL)
-        control = runs.get((targets, *of_control, False))
-        if control is None or (arm, unique) == (CONTROL, False):
-            continue
-        gains = {
-            "strict rate": [row["rate"] - control[target]["rate"] for target, row in changed.items()],
-            "elements": [mean(row["elements"]) - mean(control[target]["elements"]) for target, row in changed.items()],
-        }
-        name = OWN_PHRASES[unique] + ", learnt" * (arm in LEARNT) if unique else CHANGES[arm]
-        lines.append([name, f"{len(changed)}", *(interval(values, "+.2f") for values in gains.values())])
+    for run, changed in in_order:
+        for name, control in controls_of(run).items():
+            if run.placebo or control not in runs:
+                continue
+            of = runs[control]
+            gains = (
+                [row["rate"] - of[target]["rate"] for target, row in changed.items()],
+                [mean(row["elements"]) - mean(of[target]["elements"]) for target, row in changed.items()],
+            )
+            lines.append([name, f"{len(changed)}", *(interval(values, "+.2f") for values in gains)])
     return markdown(("change", "targets at once", "strict rate, difference", "elements, difference"), lines)
+
+
+def controls_of(run: Run) -> dict[str, Run]:
+    """{what a run changes: the run that it is compared with}; of learnt words also the same words as they come."""
+    if not run.whose:
+        shorter = run._replace(steps=round(run.steps / LONGER.get(run.arm, 1)), arm=CONTROL)
+        return {CHANGES[run.arm]: shorter} if run.arm in CHANGES else {}
+    unlearnt = run._replace(arm=LEARNT.get(run.arm, run.arm))
+    words = ", ".join(run.data)
+    over = {words: unlearnt._replace(whose=False)}
+    return over | ({f"{words}, over names not learnt": unlearnt} if unlearnt != run else {})
 
 
 def chart(read: Read) -> str:
     """Strict rate over steps a target, a point for each run at once with its 95 % interval: an SVG."""
     runs = [
-        (targets.count(",") + 1, (arm, unique), steps, [row["rate"] for row in at_end(rows)])
-        for (targets, steps, arm, unique), rows in runs_at_once(read).items()
-        if (arm, unique) in CHARTED
+        (run.targets.count(",") + 1, (run.arm, run.whose), run.steps, [row["rate"] for row in at_end(rows)])
+        for run, rows in runs_at_once(read).items()
+        if (run.arm, run.whose) in CHARTED and not run.placebo
     ]
     x_place, y_place = charts.scales((0, 700), (0, 1))
     inside = charts.axes((0, 700), (0, 1), "steps a target; circle: 8 at once, square: 16, diamond: 64")

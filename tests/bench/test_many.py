@@ -99,9 +99,19 @@ def test_the_chart_has_a_point_for_each_run_at_once():
 def test_changes_of_words_are_compared_with_the_arm_that_they_change():
     of_words = runs(0.5, arm="unions_keeping_names", unique_phrases="target")
     of_words += runs(0.75, arm="unions_keeping", unique_phrases="oracle")
+    of_words += runs(0.25, arm="unions_keeping", unique_phrases="target")
     lines = differences(lambda _: runs(0.25, arm="unions_keeping") + of_words).splitlines()[2:]
-    assert [line.split(" | ")[0] for line in lines] == [
-        "| the oracle of words",
-        "| a name of the target in each phrase, learnt",
+    name = "a name of the target in each phrase"
+    assert [line.split(" | ")[:3:2] for line in lines] == [
+        ["| the oracle of words", "+0.50 [+0.50, +0.50]"],
+        [f"| {name}", "+0.00 [+0.00, +0.00]"],
+        [f"| {name}, learnt", "+0.25 [+0.25, +0.25]"],
+        [f"| {name}, learnt, over names not learnt", "+0.25 [+0.25, +0.25]"],
     ]
-    assert "| +0.50 [+0.50, +0.50] |" in lines[0] and "| +0.25 [+0.25, +0.25] |" in lines[1]
+
+
+def test_placebo_data_stand_in_the_table_and_are_no_change():
+    placebo = runs(0.0, placebo=True)
+    assert ", placebo data |" in at_once(lambda _: runs(0.5) + placebo)
+    assert differences(lambda _: runs(0.5) + placebo) == differences(lambda _: runs(0.5))
+    assert chart(lambda _: runs(0.5) + placebo) == chart(lambda _: runs(0.5))
