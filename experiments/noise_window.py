@@ -10,7 +10,6 @@ its area times its contrast (2403.01633): a small or pale thing is decided at le
 Legend: B samples, S,S pixels, T training timesteps, p (T,) a density of timesteps."""
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from silentbad.model import diffusion
 from silentbad.settings.types import Positive, Unit
 
 LOWEST, HIGHEST = 0.3, 30.0  # SNR of a centre
-SEPARATIONS: dict[str, float] = {}  # by element, measured where the run reads its records
 
 
 class NoiseWindow(Hook):
@@ -56,12 +54,7 @@ class NoiseWindow(Hook):
         self.centre = centre
         self.power = power
         self.shuffled = shuffled
-
-    @staticmethod
-    def kept(records: Records, options: Mapping[str, Any]) -> None:
-        """All; measures their elements."""
-        SEPARATIONS.clear()
-        SEPARATIONS.update(separations(records))
+        self.separations = separations(context.records)  # by element
 
     def timesteps(
         self, draw: int, positions: list[int], count: int, batch: dict[str, Any]
@@ -82,16 +75,16 @@ class NoiseWindow(Hook):
         """p (T,) for a picture."""
         if role == "clean":
             return np.full(len(self.snr), 1 / len(self.snr))
-        centre = self.centre_of(element) if element in SEPARATIONS else self.centre
+        centre = self.centre_of(element) if element in self.separations else self.centre
         return snr_mixture(self.snr, 0.0, centre=centre, width=self.width, high=self.high)
 
     def centre_of(self, element: str) -> float:
         """The SNR around which an element is shown."""
         if self.shuffled:
-            elements = list(SEPARATIONS)
+            elements = list(self.separations)
             element = elements[(elements.index(element) + 1) % len(elements)]
-        typical = float(np.exp(np.mean(np.log([*SEPARATIONS.values()]))))
-        centre = self.centre * (typical / SEPARATIONS[element]) ** self.power
+        typical = float(np.exp(np.mean(np.log([*self.separations.values()]))))
+        centre = self.centre * (typical / self.separations[element]) ** self.power
         return float(np.clip(centre, LOWEST, HIGHEST))
 
 

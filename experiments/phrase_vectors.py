@@ -11,17 +11,13 @@ told apart by it. Its vector is learnt as in textual inversion (2208.01618); eve
 text encoder stays frozen. The saved pipeline reads the word as any other, so the composed prompt of
 an audit carries the same vectors."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from silentbad.data.records import Records
 from silentbad.errors import UserError
 from silentbad.loop.hooks import Hook, HookContext
 from silentbad.model.pipeline import load_tokenizer
-
-CAPTIONS: dict[bool, list[str]] = {}  # of elements and of others, where the run reads its records
 
 
 class PhraseVectors(Hook):
@@ -44,8 +40,11 @@ class PhraseVectors(Hook):
             layers = '["!text1.attn", "!text1.ff", "!text1.norm"]'
             raise UserError(f"PhraseVectors: only embeddings train; give --train_layers '{layers}'")
         tokenizer = load_tokenizer(context.config)
+        captions: dict[bool, list[str]] = {True: [], False: [""]}  # of elements and of others
+        for role, text in zip(context.records.role, context.records.text, strict=True):
+            captions[role == "element"].append(text)
         of_elements, others = (
-            {token for ids in tokenizer(CAPTIONS[own]).input_ids for token in ids}
+            {token for ids in tokenizer(captions[own]).input_ids for token in ids}
             for own in (True, False)
         )
         learnt = sorted(of_elements - others)
@@ -55,13 +54,6 @@ class PhraseVectors(Hook):
             )
         self.table = encoder.get_input_embeddings().weight
         self.learnt = torch.tensor(learnt, device=self.table.device)  # tokens
-
-    @staticmethod
-    def kept(records: Records, options: Mapping[str, Any]) -> None:
-        """All; reads their captions."""
-        CAPTIONS.update({True: [], False: [""]})
-        for role, text in zip(records.role, records.text, strict=True):
-            CAPTIONS[role == "element"].append(text)
 
     @torch.no_grad()
     def after_step(self, step: int, skipped: bool = False) -> None:

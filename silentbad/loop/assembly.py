@@ -326,6 +326,7 @@ def make_own_hooks(
         config=loaded.config,
         model=loaded.parts.model,
         params=params,
+        records=loaded.inputs.records,
         scheduler=loaded.parts.noise_scheduler,
         predict=predict,
         device=accelerator.device,

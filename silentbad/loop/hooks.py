@@ -181,6 +181,7 @@ class HookContext:
     config: Any  # every setting of the run (silentbad.settings.train.TrainConfig)
     model: torch.nn.Module  # what trains: the backbone, and the text encoders where they train too
     params: list[torch.nn.Parameter]  # the T trained tensors
+    records: Any  # those that are trained on (silentbad.data.records.Records)
     scheduler: Any  # the noise schedule of training
     # (noisy_latents, timesteps, captions, model=None, time_ids=None) -> (B,C,h,w)
     predict: Callable[..., Tensor]
