@@ -110,7 +110,7 @@ def steps(run: Run, requests: Requests) -> int:
         unit="step",
         disable=not accelerator.is_local_main_process,
     )
-    run.timers.start_is_over()
+    run.timers.start_is_over(run.log.samples)
     first = state.step + 1
     measured = None  # the last step at which something was measured
     with requests, run.checkpoints.rescue(run.loader), bar:
@@ -246,7 +246,7 @@ def update(run: Run) -> bool:
     params = run.control.params
     run.accelerator.unscale_gradients(optimizer)
 
-    # Gradient control, then hooks of one's own (the order of all hooks: assembly.build)
+    # Gradient control, then the user's hooks (assembly.build has the order of all hooks)
     norms = optimizers.gradient_norms(params)
     norm = torch.linalg.vector_norm(norms)
     scalars = hooks.before_step(state.step, torch.isfinite(norm), norms)
@@ -264,7 +264,7 @@ def update(run: Run) -> bool:
         optimizer.step()
     skipped = not finite or run.accelerator.optimizer_step_was_skipped
     optimizer.zero_grad(set_to_none=True)
-    # the scale rule, for the multipliers of later steps; memory; hooks of one's own; decay
+    # the multipliers of later steps, probes of memory, the user's hooks, decay to the base
     hooks.after_step(state.step + (not skipped), skipped)
     if skipped:
         state.skip()
@@ -312,7 +312,7 @@ def validate(run: Run, asked: bool = False, final: bool = False) -> None:
     """Draw the sample prompts, measure recovery, write the report so far; on all processes. A
     better pipeline is written before the previous best one is deleted."""
     state = run.state
-    if run.sheet is not None:
+    if run.sheet is not None and run.sheet.should_run(state.step, asked, final):
         weights = averaged(state.model, state.ema, state.optimizer)
         with run.timers.of("validate"), drawing_fits(run.config), weights:
             run.sheet.run(state.step, pipeline.whole_parts(run.parts).model)

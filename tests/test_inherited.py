@@ -105,7 +105,8 @@ def test_timers_divide_the_time_since_the_last_reading():
     assert first["time/data"] > 0.1 < first["time/forward"] and first["time/data"] + first["time/forward"] <= 1
     assert 8 / first["samples_per_second"] >= 0.08
     assert timers.read(8) == {"samples_per_second": 0.0}
-    timers.start_is_over()
+    timers.start_is_over(80)  # drawn in an earlier start
+    assert timers.read(80) == {"samples_per_second": 0.0}
     assert 0 <= timers.whole["start"] and timers.whole["forward"] >= 0.04  # a reading takes nothing off the whole
     assert re.fullmatch(r"\d+ s: (\w+ \d+%, ){3}\w+ \d+%", timers.text())
 

@@ -19,16 +19,19 @@ class Log:
     timers: Timers
     effective_batch: int
 
-    def training(self, *scalars: dict[str, Any]) -> dict[str, float]:
+    @property
+    def samples(self) -> int:
+        """Samples drawn since the run's first start."""
+        return self.state.draw * self.effective_batch
+
+    def training(self, scalars: dict[str, Any]) -> dict[str, float]:
         """Write and return the means since the last row, with `scalars`. Collective."""
         state = self.state
         self.meters.share(self.accelerator)
-        for values in scalars:
-            self.meters.add(values)
-        samples = state.draw * self.effective_batch
+        self.meters.add(scalars)
         values = self.meters.read()
-        values |= {"lr": state.rate, "skipped": state.skipped, "samples": samples}
-        timings = self.timers.read(samples)
+        values |= {"lr": state.rate, "skipped": state.skipped, "samples": self.samples}
+        timings = self.timers.read(self.samples)
         self.folder.log({"step": state.step, "epoch": state.epoch, **values})
         self.folder.log({"step": state.step, **timings}, "timings.jsonl")
         self.accelerator.log(values | timings, step=state.step)

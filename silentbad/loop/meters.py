@@ -68,9 +68,11 @@ class Timers:
         self.began = time.perf_counter()
         self.samples = 0
 
-    def start_is_over(self) -> None:
-        """Count the time so far as `start`."""
-        self.whole["start"] = time.perf_counter() - BEGAN
+    def start_is_over(self, samples: int = 0) -> None:
+        """Count the time so far as `start`; `samples` were drawn in earlier starts of the run."""
+        self.began = time.perf_counter()
+        self.whole["start"] = self.began - BEGAN
+        self.samples = samples
 
     @contextmanager
     def of(self, activity: str) -> Iterator[None]:

@@ -76,9 +76,9 @@ class PromptSheet:
         )
         self.last: int | None = None
 
-    def should_run(self, step: int) -> bool:
-        """Whether this step is on the grid and was not just drawn."""
-        return on_grid(self.config, step) and step != self.last
+    def should_run(self, step: int, asked: bool = False, final: bool = False) -> bool:
+        """As `Hook.should_run`; no step is drawn twice in a row."""
+        return step != self.last and (asked or final or on_grid(self.config, step))
 
     def run(self, step: int, model: Any) -> None:
         """Draw with these weights: pictures, their list, a grid for the trackers."""

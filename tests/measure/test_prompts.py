@@ -98,6 +98,20 @@ def test_prompts_are_drawn_and_training_sees_nothing(flags, tmp_path, file, monk
     assert not list(drawn.glob(".*.draft")) and list((drawn / "logs").rglob("*tfevents*"))
 
 
+def test_a_hook_that_measures_at_other_steps_draws_no_prompts(flags, tmp_path, file):
+    (tmp_path / "mine.py").write_text(
+        "from silentbad.loop.hooks import Hook\n"
+        "class Odd(Hook):\n"
+        "    def __init__(self, context):\n"
+        "        pass\n"
+        "    def should_run(self, step, asked=False, final=False):\n"
+        "        return step % 2 == 1\n"
+    )
+    settings = {"max_train_steps": 4, "validation.steps": 4, "validation.num_inference_steps": 1}
+    assert main(flags("run", sample_prompts=file, hooks=f"{tmp_path}/mine.py:Odd", **settings)) == 0
+    assert [draw.step for draw in read_draws(tmp_path / "run")] == [0, 4]
+
+
 def test_a_number_means_the_same_noise_in_every_run(flags, data, tmp_path, file, capsys):
     """Whatever the run's own seed, and beside targets; a damaged list is a note in the page."""
     (tmp_path / "other.txt").write_text("a cup\na <b>hat</b>\n")
