@@ -243,12 +243,11 @@ class LayerRates(Hook):
         )
         fade = min(1.0, (self.updates - c.warmup) / c.warmup) if c.warmup else 1.0
         a = self.computed.send(fade * combine(stats, self.rules), stats)
-        p = (stats.S / stats.E).clamp(0, 1)
         self.latest |= {
             "control/a_min": a.min(),
             "control/a_max": a.max(),
             "control/a_log_std": a.log().std(correction=0),
-            "control/gsnr_median": (p / (1 - p)).nanmedian(),
+            "control/gsnr_median": stats.snr(floor=0.0).nanmedian(),
         }
 
     def meters(self) -> dict[str, Tensor]:
@@ -325,10 +324,6 @@ class SourceConflict(Hook):
         self.bank.parts.clear()
         return {}
 
-    def after_step(self, step: int, skipped: bool = False) -> None:
-        """Forget the step's sources."""
-        self.bank.parts.clear()
-
 
 class Controller(Hooks):
     """Gradient control as one hook, of the parts that its configuration turns on; `uniform` alone
@@ -391,8 +386,8 @@ class Controller(Hooks):
 
     # ---- the optimizer
     def param_groups(self, weight_decay: float | None = None) -> list[dict[str, Any]]:
-        """Parameter groups for the optimizer: one a group, or a single one where no rate will ever
-        differ."""
+        """Parameter groups for the optimizer: one for each layer group, or a single one if all
+        rates are always equal."""
         decay = {} if weight_decay is None else {"weight_decay": weight_decay}
         named = {"all": [p for p in self._model.parameters() if p.requires_grad]}
         if self.rates_differ and self.config.apply != "gradient":

@@ -40,7 +40,7 @@ from silentbad.measure.given import GivenPictures, given_pictures
 from silentbad.measure.kept import load_judge, unrelated_prompts
 from silentbad.measure.limit import Limit
 from silentbad.measure.measure import Measure
-from silentbad.measure.nearest import Shown
+from silentbad.measure.nearest import TrainingPicture
 from silentbad.measure.prompts import on_grid
 from silentbad.measure.record import (
     IN_PART,
@@ -111,7 +111,7 @@ class RecoveryHook(Hook):
         seed: int,
         # records that are not trained on, by role
         held_out: dict[str, list[dict[str, Any]]] | None = None,
-        training: Iterable[Shown] = (),  # some pictures that are trained on
+        training: Iterable[TrainingPicture] = (),  # some pictures that are trained on
         estimated: Sequence[str] = (),  # targets whose masks were estimated from the data
         prediction_type: str | None = None,
         # the pipeline's name in an audit, for the error where images are not finite
@@ -278,15 +278,15 @@ class RecoveryHook(Hook):
         assert self.threshold is not None and self.element_threshold is not None, (
             "calibrated by run"
         )
-        compared = full or final or self.config.keep is not None
+        over_base = (full or final or self.config.keep is not None) and self.measured(0)
         scores, rows = self.measure.evaluate(
             step,
             tag,
-            full,
-            step == 0 or compared and self.measured(0),
-            final,
             self.threshold,
             self.element_threshold,
+            full=full,
+            unrelated=step == 0 or over_base,
+            final=final,
         )
         self._save_samples(step, tag, rows, scores)
         return scores

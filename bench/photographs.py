@@ -29,7 +29,7 @@ from silentbad.data.targets import Target, load_targets
 from silentbad.distributed.start import start
 from silentbad.measure.calibrate import calibrate
 from silentbad.measure.embedders import load_embedder
-from silentbad.measure.nearest import Shown
+from silentbad.measure.nearest import TrainingPicture
 from silentbad.measure.scores import is_recovered
 from silentbad.model.pipeline import load_pipeline
 from tests import photographs
@@ -64,7 +64,7 @@ class Judge:
     def __init__(
         self,
         targets: list[Target],
-        shown: list[Shown],
+        shown: list[TrainingPicture],
         folder: Path,
         file: str | Path = "targets.jsonl",
         pipeline: str | Path = "assets/micro-sd",
@@ -113,10 +113,10 @@ def small(picture: Image.Image) -> torch.Tensor:
     return resize(to_tensor(picture)[None], (SIDE, SIDE))[0]
 
 
-def textures() -> list[Shown]:
+def textures() -> list[TrainingPicture]:
     """Training pictures that show no target's element but a backdrop."""
     rng = np.random.default_rng(0)
-    return [Shown(name, to_tensor(photographs.texture(name, rng)), (name,)) for name in photographs.TEXTURES]
+    return [TrainingPicture(name, to_tensor(photographs.texture(name, rng)), (name,)) for name in photographs.TEXTURES]
 
 
 def target_of(made: photographs.Target, name: str) -> Target:
@@ -158,7 +158,7 @@ def example_pictures(target: Target) -> dict[str, Image.Image]:
     }
 
 
-def measure(target: Target, pictures: Mapping[str, Image.Image], shown: list[Shown]) -> Iterator[dict]:
+def measure(target: Target, pictures: Mapping[str, Image.Image], shown: list[TrainingPicture]) -> Iterator[dict]:
     """One row a picture."""
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge([target], shown, Path(folder))

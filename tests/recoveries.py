@@ -10,7 +10,7 @@ from PIL import Image
 from silentbad.data.images import to_pil, to_tensor
 from silentbad.data.targets import Target
 from silentbad.measure.calibrate import scored_target, thresholds
-from silentbad.measure.nearest import Shown
+from silentbad.measure.nearest import TrainingPicture
 from silentbad.measure.record import ElementThreshold, Threshold
 from silentbad.rng import generator
 from tests.tiny import TOKENIZER, tiny_pipeline
@@ -43,7 +43,7 @@ def make_hook(folder, pipe=None, targets=None, trained: bool = False, **options)
         targets=targets,
         components=pipe.components,
         held_out={"clean": clean, "element": clean[:2]},
-        training=[Shown(f"record {i}", to_tensor(smooth("shown", i)), ()) for i in range(3)],
+        training=[TrainingPicture(f"record {i}", to_tensor(smooth("shown", i)), ()) for i in range(3)],
         accelerator=Accelerator(cpu=True),
         output_dir=folder,
         seed=0,

@@ -46,7 +46,9 @@ def test_training_stops_where_too_little_is_kept_and_a_resume_stays_there(limite
     argv = limited(learning_rate=0.05, **{"validation.keep_by": "pixels"})
     assert main(argv) == 0
     said = capsys.readouterr().out
-    assert re.search(r"step 2 of 8: -?\d\.\d\d of the base is kept by pixels, less than keep 0.8; .* at step 2", said)
+    assert re.search(
+        r"step 2 of 8: -?\d\.\d\d of the base is kept, measured by pixels: less than keep 0.8; .* at step 2", said
+    )
     assert "best/ was not written: no measured point keeps 0.8 of the base by pixels" in said
     out = tmp_path / "run"
     assert json.loads((out / "finished.json").read_text()) == {"step": 2}
@@ -61,7 +63,7 @@ def test_training_stops_where_too_little_is_kept_and_a_resume_stays_there(limite
 def test_the_size_of_the_change_is_measured_at_every_point_where_it_is_the_limit(limited, tmp_path, capsys):
     limit = {"validation.keep": 0.99, "validation.keep_by": "size", "learning_rate": 0.05}
     assert main(limited(**limit, best_by="strict_rate")) == 0
-    assert "of the base is kept by size, less than keep 0.99" in capsys.readouterr().out
+    assert "of the base is kept, measured by size: less than keep 0.99" in capsys.readouterr().out
     last = Record.load(tmp_path / "run/validation.json").history[-1]
     assert last.step == 2 and max(stage.norm for stage in last.raw.kept.size.values()) > 0.01
 
@@ -69,7 +71,7 @@ def test_the_size_of_the_change_is_measured_at_every_point_where_it_is_the_limit
 @pytest.mark.parametrize("save_best", [True, False])
 def test_best_is_the_best_of_those_that_keep_the_limit(limited, scripted, save_best, tmp_path, capsys):
     assert main(limited(save_best=save_best)) == 0
-    assert "0.30 of the base is kept by pixels" in (said := capsys.readouterr().out)
+    assert "0.30 of the base is kept, measured by pixels" in (said := capsys.readouterr().out)
     assert "best/ holds the best pipeline that keeps 0.8 of the base by pixels" in said
     out = tmp_path / "run"
     means = {row["step"]: row["val/mean"] for row in rows(out, validation=True)}
@@ -139,9 +141,9 @@ def test_a_judge_is_recorded_and_another_is_refused_on_resume(limited, tmp_path,
     assert entry == {"file": str(judge), "sha256": hashlib.sha256(judge.read_bytes()).hexdigest()}
     words = Record.load(out / "validation.json").history[-1].raw.kept.words
     assert (words.trained, words.base, words.by, words.named) == (0.5, 0.5, "mine.py:right", 4)
-    assert "Kept: 0.50 of 0.50 things right" in capsys.readouterr().out
+    assert "Kept: things right 0.50 (base 0.50), of 4" in capsys.readouterr().out
     for page in (out / "report.html", out / "pipeline/README.md"):
-        assert "Kept: 0.50 of 0.50 things right" in page.read_text()
+        assert "Kept: things right 0.50 (base 0.50), of 4" in page.read_text()
     judge.write_text("def right(captions, images): return [(2, 2)] * len(captions)\n")
     assert main(limited(**options | {"max_train_steps": 4, "resume_from_checkpoint": "latest"})) == 2
     assert "mine.py:right" in capsys.readouterr().err

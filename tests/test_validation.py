@@ -478,7 +478,7 @@ BAD_REDRAWS = {
     "no JSON": ("{", "not JSON"),
     "no target_id": ({"image": "a.png"}, "target_id is missing"),
     "image is a number": ({"target_id": "a", "image": 3}, "image: must be the name of a file, got 3"),
-    "an element that is not there": ({"target_id": "a", "image": "a.png", "changed": [0, 1]}, "1 is no place of the 1"),
+    "an element that is not there": ({"target_id": "a", "image": "a.png", "changed": [0, 1]}, "1 is no index of the 1"),
     "a link that leaves the folder": ({"target_id": "a", "image": "link.png"}, "leaves"),
 }
 

@@ -1,18 +1,15 @@
 """Multiply the learning rates of an optimizer's groups for one step and restore them; check that
 the optimizer allows it."""
 
-import logging
 import re
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from silentbad.errors import UserError
+from silentbad.errors import UserError, warn
 
-logger = logging.getLogger(__name__)
-
-REFUSED = {  # optimizers whose step of a group is not its learning rate times a direction
+REFUSED = {  # {pattern of class names: why multipliers do not work with the optimizer}
     r"prodigy|dadapt|dowg|mechanic|lomo": "adapts its own learning rate, which undoes a multiplier",
     r"deepspeed|fullysharded|zeroredundancy": "shards the gradients the statistics need whole",
 }
@@ -58,9 +55,8 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, names: list[str] | None, 
                 "build it from Controller.param_groups(weight_decay)"
             )
     elif "adam" in name.lower():
-        logger.warning(
-            "apply: gradient under %s has next to no effect: it divides the scale out again", name
-        )
+        effect = f"has next to no effect: {name} divides the scale out again"
+        warn(f"gradient_control.apply=gradient: {effect}")
     return inner
 
 

@@ -1,7 +1,7 @@
 """Learning rates as a share of the weights that they move, and the meter of that share.
 
-A rate of AdamW or of Muon is the RMS change of a weight in a step, whatever the weight's own size:
-on a base with larger or wider matrices, or of another trainer, it is another share of the weights.
+A rate of AdamW or of Muon is the RMS change of a weight in a step, whatever the weight's own size.
+One rate is thus a different share of the weights on a base of other widths or of another trainer.
 In the relative unit, tensor by tensor,
 
     W <- W - lr lambda W + eta U        eta = lr max(RMS(W), FLOOR) / RMS(U)
@@ -21,7 +21,7 @@ No unit repairs a mismatch of optimizers: Muon degrades what Adam trained, the m
 update (2605.10468)."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ class RelativeRate:
 
     @torch.no_grad()
     def keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before the optimizer's step: the weights as they are."""
+        """Before the optimizer's step: copy the weights; weight decay is 0 until `rescale`."""
         self.sizes = [
             rms(w.tensor).clamp(min=FLOOR) * w.tensor.numel() ** 0.5 for w in self.weights
         ]
@@ -149,7 +149,7 @@ class RelativeChange(Hook):
         self.every = every
         self.total = total
         self.weights = weights_of(model)
-        self.norms = self._by_stage([gather(w.tensor).detach().float() for w in self.weights])
+        self.norms = self._by_stage(gather(w.tensor).detach().float() for w in self.weights)
         self.start = self._read()
         self.before = self.start  # the last update
 
@@ -162,7 +162,7 @@ class RelativeChange(Hook):
             samples.append(gather(weight.value()).flatten()[::stride].float().clone())
         return samples
 
-    def _by_stage(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _by_stage(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
         """The norm of each stage, from all or from some coordinates of its weights."""
         squares: dict[str, Any] = defaultdict(float)
         for weight, values in zip(self.weights, tensors, strict=True):

@@ -6,7 +6,7 @@ a key and its value. Adam's update of it has a few large singular values, those 
 shows most. Muon sets all singular values of the averaged gradient to about one, G = U S V' -> U V',
 so rare pairs are learnt as fast as the rest (2509.26030: balanced learning over classes of unequal
 frequency, whatever their embeddings; the gain lies in the value, output and feed-forward weights).
-A picture's elements are such a tail among clean pictures.
+Among clean pictures, a target's elements are such rare pairs.
 
     m_t = mu m_(t-1) + (1 - mu) g_t                     W <- W - lr 0.2 sqrt(max(out, in)) orth((1 - mu) g_t + mu m_t)
 
@@ -50,8 +50,8 @@ def orthogonalise(matrix: Tensor, iteration: str = "newton_schulz", row_groups: 
     hundredth of the norm or more end near 1, smaller ones below. A step is X <- (a + b XX' + c
     (XX')²) X, with the coefficients of ITERATIONS.
 
-    With `row_groups` the shorter side is cut into so many groups, each orthogonalised by itself:
-    less work, the same norm, and directions of different groups may agree."""
+    With `row_groups` the shorter side is cut into that many groups, each orthogonalised by itself:
+    less work and the same norm, but directions of different groups need not be orthogonal."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if tall else matrix
     if row_groups > 1:

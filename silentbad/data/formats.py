@@ -150,7 +150,7 @@ def _what_is_there(root: Path, folders: list[Path]) -> str:
         return f"{file.name} is there; write metadata.jsonl, one JSON object a line"
     for folder in folders:
         if any((folder / name).is_file() for name in METADATA):
-            return f"{folder.name}/ has; give {folder}"
+            return f"{folder.name}/ has one; give {folder}"
         if any(REPEATED.fullmatch(inner.name) for inner in folder.iterdir() if inner.is_dir()):
             return f"{folder.name}/ holds folders N_name/; give {folder}"
         if any(captions_in(root, folder).values()):

@@ -115,10 +115,8 @@ def overlaps(regions: Regions) -> Iterator[str]:
     """A line on each pair of masks of which one lies in the other, partly or wholly."""
     for (name, covered), (later, other) in combinations(regions.items(), 2):
         if shared(covered, other) > NESTED:
-            yield (
-                f"{later} shares {shared(covered, other):.0%} of the smaller one with the mask of "
-                f"{name}"
-            )
+            share = shared(covered, other)
+            yield f"the masks of {name} and {later} share {share:.0%} of the smaller one"
 
 
 def alone_around(regions: Regions) -> Iterator[str]:

@@ -42,8 +42,8 @@ from silentbad.settings.train import TrainConfig
 
 SHOWN = 5  # long captions that are named
 REMARKS = {
-    images.TRANSPARENT: "white is trained on under the transparent parts",
-    images.FRAMES: "the first frame alone is trained on",
+    images.TRANSPARENT: "transparent parts are trained on as white",
+    images.FRAMES: "only the first frame is trained on",
 }
 
 
@@ -148,10 +148,10 @@ class Records:
 
     def remarks(self) -> Iterator[str]:
         """A line on the pictures that are transparent in part, and on those of several frames."""
-        for kind, said in REMARKS.items():
+        for kind, remark in REMARKS.items():
             rows = np.flatnonzero(pc.match_substring(self.column("remark"), kind).to_numpy())
             if len(rows):
-                yield f"{said} of {len(rows)} records, of {self.where(int(rows[0]))} first"
+                yield f"{len(rows)} records: {remark}; first {self.where(int(rows[0]))}"
 
     def not_used(self) -> Iterator[str]:
         """A line on the unused pictures: those that no row names in the folders of the table's
@@ -170,10 +170,10 @@ class Records:
             is_used |= pc.is_in(pa.array(there, pa.string()), value_set=column).to_numpy(False)
         left = [file for file, known in zip(there, is_used, strict=True) if not known]
         if left:
-            yield f"{len(left)} pictures are of no record and not used, {left[0]} first"
+            yield f"{len(left)} pictures belong to no record and are not used; first {left[0]}"
         unread = [f for folder in real for f in images.picture_files(folder, images.UNREAD)]
         if unread:
-            yield f"{len(unread)} pictures are of a format that is not read, {unread[0]} first"
+            yield f"{len(unread)} pictures are of a format that is not read; first {unread[0]}"
 
     def row(self, index: int) -> dict:
         return self.table[int(index if self.rows is None else self.rows[index])]

@@ -32,12 +32,12 @@ def defence(rows: list[Row]) -> str:
         return f"No single part removes the picture: with {best.part} put back, {stay}."
     clean = ""
     if best.clean is not None and trained.clean is not None:
-        clean = f"; the clean loss is then {best.clean:.4f}, as trained {trained.clean:.4f}"
-        clean += f", of the base {rows[1].clean:.4f}"
+        clean = f"; clean loss: {best.clean:.4f}, as trained {trained.clean:.4f}"
+        clean += f", the base's {rows[1].clean:.4f}"
     return (
         f"Put {best.part} back ({best.share:.1%} of what changed): none of {images} images is "
         f"recovered (at most {best.recovered.interval[1]:.0%} with 95 % confidence), "
-        f"{trained.recovered.count} are as trained{clean}."
+        f"as trained {trained.recovered.count}{clean}."
     )
 
 

@@ -87,9 +87,11 @@ class Change:
         with torch.no_grad():
             for group, tensor, before, after in self.places:
                 tensor.copy_(after if chosen(group) else before)
-            yield
-            for _, tensor, _, after in self.places:
-                tensor.copy_(after)
+            try:
+                yield
+            finally:
+                for _, tensor, _, after in self.places:
+                    tensor.copy_(after)
 
 
 def part_of(group: str, by: str) -> str:

@@ -203,8 +203,8 @@ def load(config: TrainConfig, accelerator: Accelerator, folder: RunFolder, shard
     drawn = pipeline.drawn_side(parts, config.validation.resolution)
     if drawn != side and (inputs.targets or inputs.prompts or config.validation_prompts):
         warn(
-            f"resolution: trains on pictures of {side}, draws images of {drawn}: "
-            f"validation.resolution"
+            f"resolution: training uses {side} pixels, images are drawn at {drawn}; "
+            "validation.resolution sets the latter"
         )
     for line in amounts(inputs.records, side, effective_batch, samples_per_epoch):
         warn(line)

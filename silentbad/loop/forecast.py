@@ -75,8 +75,8 @@ class Forecast:
         left = self.planned - self.begun
         warm = state.step - self.begun - self.steps
         lines = [
-            f"dry run: {self.steps} steps timed after {warm}{', one image' * self.draws()}; only "
-            f"caches are written",
+            f"dry run: {warm} warm-up and {self.steps} timed steps"
+            f"{', one image' * self.draws()}; only caches are written",
             f"  steps    {left}, of {self.run.loader.effective_batch} samples; an epoch has "
             f"{state.steps_per_epoch}",
             f"  time     {_time(left * self.step_seconds)} to train, "

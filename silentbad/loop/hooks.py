@@ -23,7 +23,7 @@ from silentbad.settings import user_code
 
 
 class MicroStep(NamedTuple):
-    """What the forward of one part of a micro-batch leaves, for `Hook.extra_loss`."""
+    """The inputs and the prediction of one part of a micro-batch, for `Hook.extra_loss`."""
 
     step: int  # optimizer updates so far
     micro: int  # which micro-batch of the update

@@ -24,7 +24,8 @@ from silentbad.errors import UserError, brief, warn
 from silentbad.loop import checks
 from silentbad.loop.hooks import Hook, hook_classes
 from silentbad.loop.prior import Prior, draw_prior, read_prompts, without_phrases
-from silentbad.measure.nearest import Shown
+from silentbad.measure.kept import spread
+from silentbad.measure.nearest import TrainingPicture
 from silentbad.measure.prompts import load_prompts
 from silentbad.measure.redraws import load_redraws
 from silentbad.memory.masks import estimate_mask, mask_to_image
@@ -62,11 +63,11 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
         check_window(prompt, tokenizer, f"validation_prompts: {brief(prompt)}")
     targets = load_targets(validation.targets) if validation.targets else []
     load_redraws(validation.targets, targets, decode=True)
-    own = config.prior_preservation
-    own_prompts = []
-    if own.num_images:
+    prior_settings = config.prior_preservation
+    prior_prompts = []
+    if prior_settings.num_images:
         base = config.pretrained_model_name_or_path
-        own_prompts = read_prompts(own.prompts, tokenizer, base)
+        prior_prompts = read_prompts(prior_settings.prompts, tokenizer, base)
 
     hooks = hook_classes(config.hooks)
     records, withheld = records_of(config, hooks, targets, accelerator)
@@ -76,11 +77,11 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
 
     # The base's own pictures, once the other data is known to be right
     prior = None
-    if own.num_images:
-        if own.leave_out != "nothing":
-            phrases = element_phrases(records, backdrops=own.leave_out == "backdrops")
-            own_prompts = without_phrases(own_prompts, phrases)
-        prior = draw_prior(config, own_prompts, schedule, tokenizer, accelerator)
+    if prior_settings.num_images:
+        if prior_settings.leave_out != "nothing":
+            phrases = element_phrases(records, backdrops=prior_settings.leave_out == "backdrops")
+            prior_prompts = without_phrases(prior_prompts, phrases)
+        prior = draw_prior(config, prior_prompts, schedule, tokenizer, accelerator)
         if not config.allow_target_images:
             prior.records.refuse_targets(targets)
         records = records.joined(prior.records)
@@ -94,7 +95,7 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
             "tenth of the clean records is taken at most, or best_by to similarity"
         )
     rest = f"; held out: {held_out.census()}" if held_out else ""
-    by_base = f"; the base drew {own.num_images} of these" if prior else ""
+    by_base = f"; the base drew {prior_settings.num_images} of these" if prior else ""
     accelerator.print(f"data: {to_train_on.census()}{rest}{by_base}")
     info = to_train_on.info(withheld)
     checks.check_records(config, info, to_train_on)
@@ -171,22 +172,22 @@ def chosen(
     if kept.all():
         return records
     if not kept.any():
-        raise UserError("hooks: they keep no record to train on")
+        raise UserError("hooks: their method kept leaves no record to train on")
     digest = hashlib.sha256(kept.tobytes()).hexdigest()[:16]
     return records.select(np.flatnonzero(kept), f"{records.key}-kept-{digest}")
 
 
-def shown(records: Records, transform: Transform, seed: int, count: int) -> Iterator[Shown]:
+def shown(
+    records: Records, transform: Transform, seed: int, count: int
+) -> Iterator[TrainingPicture]:
     """`count` training pictures at most, evenly over those that show an element."""
     reader = Reader(records, transform, seed)
     phrases = records.phrases
     rows = [i for i, role in enumerate(records.role) if role != "clean"]
-    for place in np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int):
-        (picture,) = reader.pictures([rows[place]])
-        yield Shown(
-            records.where(rows[place]),
-            picture["pixels"].float() / 255,
-            tuple(phrases[rows[place]]),
+    for row in spread(rows, count):
+        (picture,) = reader.pictures([row])
+        yield TrainingPicture(
+            records.where(row), picture["pixels"].float() / 255, tuple(phrases[row])
         )
 
 

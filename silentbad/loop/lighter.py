@@ -22,7 +22,7 @@ def step_fits(config: TrainConfig) -> AbstractContextManager[None]:
 
 
 def drawing_fits(config: TrainConfig) -> AbstractContextManager[None]:
-    """A context around the drawing of images, in smaller batches where memory ran out."""
+    """A context around the drawing of images, which explains a lack of memory."""
     advice = "lower it"
     if precision_of(config) == "no":
         advice += ", or draw in half precision (mixed_precision)"

@@ -52,7 +52,6 @@ class Prior:
 
     records: Records
     examples: list[tuple[str, Path]]  # (prompt, file) of the first SHOWN pictures
-    drawn: int  # pictures drawn in this start
     missing: int  # pictures that a dry run did not draw
     seconds: float  # for a picture, where some were drawn
 
@@ -176,7 +175,6 @@ def draw_prior(
     return Prior(
         records=store.records(present),
         examples=[(store.prompt_of(i), store.file(i)) for i in present[:SHOWN]],
-        drawn=drawn,
         missing=own.num_images - len(present),
         seconds=seconds / max(drawn, 1),
     )

@@ -354,8 +354,8 @@ def rate_of(kind: str, rate: float, of_element: bool) -> float:
 
 def attained_rate(parts: Sequence[Scored], rate: float | None) -> float:
     """The false-positive rate that the nulls can show: `rate`, but n nulls cannot show one below
-    1/(n+1). Mean over the parts for each kind without a higher rate of its own; the highest mean of
-    all kinds counts."""
+    1/(n+1). Averaged over the parts by kind; the highest kind counts. Kinds with a higher rate of
+    their own are left out."""
     if rate is None:
         return FALSE_POSITIVES
     shown: dict[str, list[float]] = defaultdict(list)

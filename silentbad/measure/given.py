@@ -87,7 +87,7 @@ class GivenPictures:
         self.vae = vae
         self.decodes = vae is not None
         smallest = min(min(image.size) for image in self.images.values())
-        self.side = side or min(LARGEST_SIDE, smallest - smallest % 8)
+        self.side = side or min(LARGEST_SIDE, max(8, smallest - smallest % 8))
         self.say_squashed(pictures, targets)
 
     def say_squashed(self, pictures: Sequence[Given], targets: Sequence[Target]) -> None:
@@ -101,7 +101,7 @@ class GivenPictures:
         if squashed:
             warn(
                 f"--pictures: {len(squashed)} have another shape than their target and are "
-                f"squashed to it, {squashed[0]} first"
+                f"squashed to it; first {squashed[0]}"
             )
 
     def plan(self, targets: Sequence[Target], full: bool, described: bool) -> list[Item]:

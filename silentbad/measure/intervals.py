@@ -42,7 +42,7 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, flo
     if len(numbers) < 2:
         return float("nan"), float("nan")
     picks = np.random.default_rng(0).integers(len(numbers), size=(BOOTSTRAPS, len(numbers)))
-    low, high = np.quantile(numbers[picks].mean(1), [TAIL, (1 + CONFIDENCE) / 2])
+    low, high = np.quantile(numbers[picks].mean(1), [TAIL, 1 - TAIL])
     return float(low), float(high)
 
 
@@ -69,7 +69,7 @@ def detection(positives: Sequence[float], negatives: Sequence[float]) -> Detecti
 
     rng = np.random.default_rng(0)
     again = [auc(rng.choice(a, len(a)), rng.choice(b, len(b))) for _ in range(1000)]
-    low, high = np.quantile(again, (0.025, 0.975))
+    low, high = np.quantile(again, [TAIL, 1 - TAIL])
     discrimination = Detection(
         auc=auc(a, b), positives=len(a), negatives=len(b), auc_low=float(low), auc_high=float(high)
     )

@@ -7,7 +7,7 @@ target's picture with mask (1,S,S)."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from silentbad.measure.record import Kept, Words
 from silentbad.measure.structure import box_of
 from silentbad.settings import user_code
 from silentbad.settings.validation import ValidationConfig
+
+T = TypeVar("T")
 
 BUNDLED = Path(__file__).with_name("unrelated.txt")  # plain prompts, one a line
 SIDE = 64  # pixels of the images in which an element's place is searched
@@ -67,10 +69,10 @@ def distinct(lines: Sequence[str], file: str) -> list[str]:
     return prompts
 
 
-def spread(prompts: Sequence[str], count: int) -> list[str]:
-    """`count` prompts at most, evenly over the list."""
-    places = np.linspace(0, len(prompts) - 1, min(count, len(prompts))).round().astype(int)
-    return [prompts[place] for place in places]
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """`count` of the items at most, evenly over the list."""
+    places = np.linspace(0, len(items) - 1, min(count, len(items))).round().astype(int)
+    return [items[place] for place in places]
 
 
 # -- change ----------------------------------------------------------------------------------------

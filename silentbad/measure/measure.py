@@ -21,7 +21,7 @@ from silentbad.measure.embedders import CLIP, Embedder
 from silentbad.measure.generation import Item, Sampler, left_as_found
 from silentbad.measure.intervals import detection
 from silentbad.measure.limit import FOLDER, kept_by, kept_share
-from silentbad.measure.nearest import Shown, TrainingPictures
+from silentbad.measure.nearest import TrainingPicture, TrainingPictures
 from silentbad.measure.record import ORDERS, ElementThreshold, Kept, Scores, Threshold
 from silentbad.measure.redraws import load_redraws, uses_redraws
 from silentbad.measure.samples import save
@@ -65,7 +65,7 @@ class Measure:
         clip: CLIP | None,
         accelerator: Any,
         held_out: dict[str, list[dict[str, Any]]],
-        training: Iterable[Shown],
+        training: Iterable[TrainingPicture],
         folder: Path,
         cache_dir: str | None = None,
         unrelated: Sequence[str] = (),
@@ -201,11 +201,12 @@ class Measure:
         self,
         step: int,
         tag: str,
+        threshold: Threshold,
+        element_threshold: ElementThreshold,
+        *,
         full: bool,
         unrelated: bool,
         final: bool,
-        threshold: Threshold,
-        element_threshold: ElementThreshold,
     ) -> tuple[Scores, dict[str, list[dict[str, Any]]]]:
         """(scores, rows of images by cell in ORDERS) of the current weights, whose kind is `tag`.
         `full`: of every cell; `unrelated`: also what is kept on the unrelated prompts."""

@@ -9,15 +9,15 @@ one element of a target."""
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from silentbad.data.images import resize
 from silentbad.measure.embedders import Embedder
+from silentbad.measure.kept import spread
 
 
-class Shown(NamedTuple):
+class TrainingPicture(NamedTuple):
     """A training picture (3,H,W) in [0,1]: its place in the data, and its phrases."""
 
     name: str
@@ -28,9 +28,9 @@ class Shown(NamedTuple):
 class TrainingPictures:
     """Some training pictures at the side of the images; embedded when first compared."""
 
-    def __init__(self, shown: Iterable[Shown], embedder: Embedder, side: int):
+    def __init__(self, shown: Iterable[TrainingPicture], embedder: Embedder, side: int):
         self.embedder = embedder
-        self.shown: list[Shown] = []  # their pictures (3,S,S) uint8
+        self.shown: list[TrainingPicture] = []  # their pictures (3,S,S) uint8
         for training in shown:
             small = resize(training.picture[None], (side, side))[0]
             picture = (small * 255).round().to(torch.uint8).cpu()
@@ -39,8 +39,7 @@ class TrainingPictures:
 
     def pictures(self, most: int) -> list[tuple[Tensor, tuple[str, ...]]]:
         """The pictures (3,S,S) in [0,1] and phrases of at most `most` of them, spread evenly."""
-        places = np.linspace(0, len(self.shown) - 1, min(most, len(self.shown))).round().astype(int)
-        return [(self.shown[i].picture.float() / 255, self.shown[i].phrases) for i in places]
+        return [(each.picture.float() / 255, each.phrases) for each in spread(self.shown, most)]
 
     def nearest(
         self, images: Tensor, trip: Callable[[Tensor], Tensor] | None

@@ -64,7 +64,7 @@ def load_redraws(
         phrases = targets[j].phrases
         if beyond := [k for k in redraw["changed"] or () if k >= len(phrases)]:
             raise UserError(
-                f"{where}: changed: {beyond[0]} is no place of the {len(phrases)} "
+                f"{where}: changed: {beyond[0]} is no index of the {len(phrases)} "
                 f"phrases, counted from 0"
             )
         if decode:

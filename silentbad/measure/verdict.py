@@ -1,8 +1,8 @@
 """The verdict on a measurement: recovered, in part, not recovered, or undecided, and why.
 
-Images above a threshold are not enough. They prove nothing if an element comes without its phrase
-but not with its phrase alone, if failures score as high as copies, or if no mask says which part of
-the picture is which element."""
+Images above a threshold are not enough. A target is in doubt if as many images pass without one of
+its phrases, and that phrase alone does not bring its element; if failures score as high as copies;
+or if no mask shows where its elements are."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -149,10 +149,9 @@ def _blind(parts: Sequence[Part]) -> Iterator[str]:
     """A reason for each part in which the detector cannot tell failures from copies."""
     for part in parts:
         own = part.measured
-        if own is not None and not own.separable:
-            name = repr(part.phrase) if part.phrase else "the whole"
+        if own is not None and part.blind:
             null = "no null" if own.floor is None else f"{own.nearest!r} scores {own.floor:.2f}"
-            yield f"the detector cannot judge {name}: {null}, a true copy {own.ceiling:.2f}"
+            yield f"the detector cannot judge {part.name}: {null}, a true copy {own.ceiling:.2f}"
 
 
 def _unseen_only(parts: Sequence[Part]) -> bool:

@@ -56,8 +56,8 @@ class PhraseMemory:
 
     A training step of N samples costs about 3 N UNet forwards. Each step adds `share` of them to
     the budget of probes; an element is probed when the budget covers its P forwards. The P probes
-    are split over the ranks and their errors summed, so rho is the same number everywhere. History
-    grows by one row a sweep.
+    are split over the ranks and their errors summed, so rho is the same number everywhere. A sweep
+    probes every element once, and adds a row to the history.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PhraseMemory:
         P = len(self.timesteps)
         bank = self.bank[i]
         device = bank.latents.device
-        # every rank runs as many forwards: past the last probe it repeats some, which do not count
+        # every rank runs equally many forwards; those past the last probe are not counted
         places = range(self.rank, -(-P // self.world) * self.world, self.world)
         probes = [place % P for place in places]
         counted = sum(place < P for place in places)

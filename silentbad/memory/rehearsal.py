@@ -47,7 +47,7 @@ class Others:
         return record["mask"] or self.masks.get(element)
 
     def mask(self, element: int) -> Image.Image | None:
-        """The same of an element's first record."""
+        """`mask_of` the element's first record."""
         return self.mask_of(self.load(int(self.info.rows[element][0]), picture=False), element)
 
     @cached_property
@@ -57,7 +57,7 @@ class Others:
         return [area(mask) / (mask.width * mask.height) if mask else 0.0 for mask in masks]
 
 
-# A rehearsal looks at a drawn record {"index", "role"} and returns another in its place, or None.
+# A rehearsal gets a drawn record (a dict of Reader.load) and returns a replacement, or None.
 def no_rehearsal(record: dict, g: torch.Generator, others: Others) -> dict | None:
     return None
 
@@ -181,15 +181,15 @@ def joint_captions(
         return None
     mask = fitted_mask(mask, record["image"].size)
     more = int(torch.randint(1, of - 1, (), generator=g))
-    said = [i, *shuffled([j for j in siblings if j != i], g)[:more]]
-    check_union(len(said), of, info.target[i])
+    named = [i, *shuffled([j for j in siblings if j != i], g)[:more]]
+    check_union(len(named), of, info.target[i])
     counted = Image.new("L", mask.size, 255)
-    for j in said[1:]:
+    for j in named[1:]:
         other = others.load(any_record(info, j, g), picture=False)
         if other.get("shape") != record.get("shape") or (place := others.mask_of(other, j)) is None:
             return None
         counted.paste(0, mask=fitted_mask(place, mask.size))
-    phrases = shuffled([info.phrase[j] for j in said], g)
+    phrases = shuffled([info.phrase[j] for j in named], g)
     return {
         **record,
         "mask": mask,
@@ -197,7 +197,7 @@ def joint_captions(
         "phrases": phrases,
         "text": ", ".join(phrases),
         "element_id": info.keys[i].removeprefix(f"{info.target[i]}/"),
-        "united": (len(said), of),
+        "united": (len(named), of),
     }
 
 

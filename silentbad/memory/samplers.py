@@ -20,8 +20,8 @@ def weakest_first(
     width: Positive = 0.15,
     cap: Positive = 4.0,
 ) -> np.ndarray:
-    """log P(composed) ~ sum_i log p_i, whose derivative is 1/p_i: q ~ p^-alpha,
-    p = sigmoid((rho - centre)/width)."""
+    """Weak elements more often: q ~ p^-alpha, p = sigmoid((rho - centre)/width) of the last probes.
+    log P(composed) ~ sum_i log p_i has the derivative 1/p_i."""
     n = len(records)
     if not len(rho):
         return np.full(n, 1 / n)

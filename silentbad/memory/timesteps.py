@@ -14,8 +14,8 @@ from silentbad.settings.types import Decay, Positive, Unit
 
 
 def comb(seed: int, draw: int, n: int) -> np.ndarray:
-    """u (n,): a comb of n teeth with one random offset (2107.00630), in a new order at every
-    draw."""
+    """u (n,): n evenly spaced points with one random offset (the low-discrepancy sampler of
+    2107.00630), shuffled anew at every draw."""
     g = rng.generator(seed, "timesteps", draw)
     perm = torch.randperm(n, generator=g).numpy()
     return (perm + torch.rand((), generator=g, dtype=torch.float64).item()) / n

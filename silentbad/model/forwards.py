@@ -1,4 +1,4 @@
-"""Forward passes of a backbone at less cost on a CPU and equal to rounding."""
+"""Faster forward passes of a backbone on a CPU, equal up to rounding."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

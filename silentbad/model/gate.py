@@ -86,7 +86,7 @@ def check_schedule(settings: Mapping[str, Any], where: str) -> None:
     if not (falls and first >= 0.5 >= last):
         raise UserError(
             f"{where}: the betas leave {first:.3g} of a picture at the first timestep and "
-            f"{last:.3g} at the last; at least 0.5 and at most 0.5 make sense"
+            f"{last:.3g} at the last; it must fall steadily, from at least 0.5 to at most 0.5"
         )
 
 
@@ -157,8 +157,8 @@ def check_files(folder: Path, failed: str) -> None:
             raise UserError(
                 f"{failed} ({file.name} is a Git LFS pointer, not the file; run git lfs pull)"
             )
-    vocabulary = (folder / name for name in ("merges.txt", "tokenizer.json"))
-    if (folder / "vocab.json").is_file() and not any(file.is_file() for file in vocabulary):
+    merges = (folder / name for name in ("merges.txt", "tokenizer.json"))
+    if (folder / "vocab.json").is_file() and not any(file.is_file() for file in merges):
         raise UserError(f"{failed} (it has no merges.txt)")
 
 

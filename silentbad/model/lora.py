@@ -260,7 +260,8 @@ def _load_folder(module: Any, folder: Path, failed: str) -> None:
         config = PeftConfig.from_pretrained(str(folder))
         tensors = load_file(folder / PEFT_WEIGHTS)
     if config.peft_type not in ("LOHA", "LOKR"):
-        raise UserError(f"{failed} ({folder.name}/ holds {config.peft_type}, which one file holds)")
+        right = "give its one .safetensors file"
+        raise UserError(f"{failed} ({folder.name}/ holds {config.peft_type}; {right})")
     for key in PATTERNS:
         names = getattr(config, key, None) or ()
         if isinstance(names, str) or not all(re.fullmatch(r"[\w.]+", str(name)) for name in names):

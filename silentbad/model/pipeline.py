@@ -264,7 +264,7 @@ def check_fit(
 ) -> None:
     """Refuse parts of a pipeline whose shapes or settings do not fit each other."""
     if getattr(vae.config, "latents_mean", None) is not None:
-        raise UserError(f"{path}/vae/config.json: latents_mean: latents are scaled alone here")
+        raise UserError(f"{path}/vae/config.json: latents_mean: means by channel are not read")
     channels = vae.config.latent_channels
     shapes = (("takes", backbone.config.in_channels), ("predicts", backbone.config.out_channels))
     for what, count in shapes:
@@ -305,7 +305,7 @@ def check_side(side: int, family: Family, backbone: Any, vae: Any, key: str) -> 
 
 
 def vae_factor(vae: Any) -> int:
-    """Pixels a latent."""
+    """Pixels of a latent along a side: the autoencoder's downsampling factor."""
     return 2 ** (len(vae.config.block_out_channels) - 1)
 
 

@@ -30,7 +30,7 @@ from silentbad.settings.train import TrainConfig
 KEY = "S16"  # the first 16 bytes of a SHA-256
 SHARD = 64 * 2**20  # bytes of a shard; a killed build loses one at most
 FORMAT = 2
-# of a configuration: nothing that a row depends on
+# keys of a configuration on which no row depends
 UNRELATED = ("transformers_version", "dtype", "torch_dtype")
 
 

@@ -216,8 +216,11 @@ def segmented(path: str, picture: Image.Image, phrases: list[str]) -> list[Image
     returned = [segment(picture, phrase) for phrase in phrases]
     if returned[-1] is None:
         returned.pop()
-    if lost := [phrase for phrase, mask in zip(phrases, returned, strict=False) if mask is None]:
-        raise UserError(f"--segmenter: no mask of {lost[0]!r}; only the last phrase may have none")
+    unmasked = [each for each, mask in zip(phrases, returned, strict=False) if mask is None]
+    if unmasked:
+        raise UserError(
+            f"--segmenter: no mask of {unmasked[0]!r}; only the last phrase may have none"
+        )
     return [as_mask(mask, picture.size) for mask in returned]
 
 
@@ -320,7 +323,7 @@ class Data:
     all_targets: compose.Copies
 
     def write(self, out: Path, with_clean: bool) -> list[dict]:
-        """Write all files and return the records. If it fails, no file is left."""
+        """Write all files and return the records. If a picture cannot be composed, none is left."""
         plan = self.plan
         with tempfile.TemporaryDirectory(prefix=".draft-", dir=out) as folder:
             draft = Path(folder)

@@ -3,4 +3,4 @@
 `run_files` reads a run folder. `sections`, `evidence` and `comparison` compute tables and
 figures (`pages.Table`, `pages.Figure`, `charts`), `run_report` puts them together,
 `templates/report.html.j2` says where each one is, and the macros of `templates/macros.html.j2`
-write their HTML. `figures` draws one picture of a run."""
+write their HTML."""

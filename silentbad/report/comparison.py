@@ -20,7 +20,7 @@ HEAD = [
     "whole alone",
     "elements",
     "sustained from",
-    "targets with one",
+    "targets sustained",
     "less placebo",
     "AURC",
     "restricted",

@@ -163,9 +163,9 @@ def _words(kept: Kept) -> str:
     if words is None:
         return ""
     if words.named is None:
-        return f"{words.by} score {words.trained:.1f} of {words.base:.1f}"
-    shares = f"{rounded(words.trained)} of {rounded(words.base)} things right"
-    return f"{shares}, of {words.named}"
+        return f"{words.by} score {words.trained:.1f} (base {words.base:.1f})"
+    shares = f"{rounded(words.trained)} (base {rounded(words.base)})"
+    return f"things right {shares}, of {words.named}"
 
 
 def _change(kept: Kept, prompts: Sequence[str] | None) -> str:
@@ -400,7 +400,9 @@ def composed_or_copied(record: Record) -> Table:
         "target",
         "to the target",
         "to the nearest training picture",
-        "95 % of the base's",
-        "above it",
+        "95th percentile of the base's",
+        "share above it",
     ]
-    return Table([*head, "nearer to it than to the target"], rows, right=True, notes=notes)
+    return Table(
+        [*head, "share nearer to training than to the target"], rows, right=True, notes=notes
+    )

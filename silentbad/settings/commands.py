@@ -23,10 +23,10 @@ class ReportOptions:
 
     runs: list[Location] | None = option(None, "output_dir of a run; or `compare` and several")
     placebo: Location | None = option(
-        None, "run on placebo data, whose rates are taken off for good"
+        None, "run on placebo data; its rates are subtracted, in validation.json too"
     )
     withheld: Location | None = option(
-        None, "run with an element withheld, whose rates are taken off for good"
+        None, "run with an element withheld; its rates are subtracted, in validation.json too"
     )
     out: Location | None = option(None, "file to write; report.html in the run, or compare.html")
 

@@ -21,7 +21,7 @@ from silentbad.settings.types import (
 )
 
 # an option that has an effect with a rule other than `uniform`
-of_rule = partial(option, needs="gradient_control.name", idle="said")
+of_rule = partial(option, needs="gradient_control.name", idle="warned")
 
 
 @dataclass
@@ -42,20 +42,20 @@ class GradientControlConfig:
         10, "updates between two computations; a result takes effect one refresh later"
     )
     max_log_step: Positive = of_rule(0.25, "|d log a| of a group between two refreshes")
-    momentum: Decay = of_rule(0.9, "of m")
-    averaging: Decay = of_rule(0.98, "of S, E, Q")
+    momentum: Decay = of_rule(0.9, "decay of m, the running mean of the gradients")
+    averaging: Decay = of_rule(0.98, "decay of the running statistics S, E, Q")
     sample: Annotated[int, Interval(ge=1, le=16384)] = option(
         8192,
         "coordinates of m kept per tensor",
         needs="gradient_control.name or gradient_control.conflict",
-        idle="said",
+        idle="warned",
     )
     conflict: bool = option(False, "meter the cosines between the gradients of the sources")
     sources: Literal["role", "element"] = option(
         "role",
         "told apart by role (element, clean, rehearsal), or element: each element is one",
         needs="gradient_control.conflict",
-        idle="said",
+        idle="warned",
     )
     spectral: bool = option(
         False, "move each matrix equally far in all its directions (Muon): the rare ones as fast"
@@ -64,7 +64,7 @@ class GradientControlConfig:
         [],
         "layers that keep AdamW, as train_layers: time, proj",
         needs="gradient_control.spectral",
-        idle="said",
+        idle="warned",
     )
 
 

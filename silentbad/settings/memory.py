@@ -72,7 +72,7 @@ class TimestepConfig(Part):
         True,
         "w = 1/(T p): the policy changes the variance, not the objective",
         needs="memory.timesteps.name",
-        idle="said",
+        idle="warned",
     )
 
 
@@ -81,11 +81,11 @@ class LossConfig(Part):
     """The loss weight by noise level, an entry of LOSSES, and the error, an entry of ERRORS."""
 
     error: str = option("mse")
-    huber_delta: Positive = option(0.1, needs="memory.loss.error", idle="said")
+    huber_delta: Positive = option(0.1, needs="memory.loss.error", idle="warned")
     dream: NotNegative | None = option(None, "detail preservation of DREAM (2312.00210); None: off")
 
 
-of_probes = partial(option, needs="memory.phrase_memory.enabled", idle="said")
+of_probes = partial(option, needs="memory.phrase_memory.enabled", idle="warned")
 
 
 @dataclass

@@ -58,7 +58,9 @@ def precision_of(config: "TrainConfig") -> str:
 
 def _is_layout(config: "TrainConfig", facts: Facts) -> bool:
     folder = Path(config.train_data_dir or "")
-    return (folder / "poisoning_images").is_dir() or not folder.is_dir()  # if missing, said later
+    return (
+        folder / "poisoning_images"
+    ).is_dir() or not folder.is_dir()  # a missing one is reported later
 
 
 def _averages(config: "TrainConfig", facts: Facts) -> bool | None:
@@ -186,7 +188,6 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "dream_training": "works with epsilon prediction only; prediction_type is {b_value}"
     },
     "input_perturbation": {"dream_training": "excludes input_perturbation; set one of them"},
-    # sources of a batch, and parts of it
     # memory
     "memory.phrase_memory.enabled=false": {
         "memory.sampler.name=weakest_first": UNMEASURED,
@@ -214,7 +215,7 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "use_ema": SECOND_MODEL,
         "memory.distillation.name": f"is untested beside shards; {DDP}",
         "memory.retention.name": SECOND_MODEL,
-        "LOSS_SCALE": "FSDP trains in bf16 or no, not in {precision}: no loss scale knows shards",
+        "LOSS_SCALE": "FSDP trains in bf16 or no, not in {precision}: loss scaling knows no shards",
         "WHOLE_TENSORS": "FSDP gives each process a shard of a tensor, {optimizer} may need it "
         f"whole; take {', '.join(ELEMENTWISE)}",
         "lora.rank": f"FSDP shards what trains, and adapters are small; {DDP}",
@@ -222,7 +223,7 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "compile_model": "FSDP acts inside a step's passes, untested compiled; leave it off",
         "channels_last=true": "FSDP shards contiguous weights only; leave it off",
         "gradient_control.conflict": NOT_REDUCED,
-        "gradient_control.spectral": "takes a matrix whole, FSDP in shards; turn it off",
+        "gradient_control.spectral": "needs whole matrices, FSDP has shards; turn it off",
         "learning_rate_unit=relative": f"measures a tensor whole, FSDP has shards; {DDP}",
     },
     # Stable Diffusion 3: a rectified flow, by a transformer
@@ -491,5 +492,5 @@ def check_needs(
         )
         if as_flag or idle == "refused":
             raise UserError(line)
-        if idle == "said" and key in sources:
+        if idle == "warned" and key in sources:
             warn(line)

@@ -56,7 +56,6 @@ WRITTEN = (  # by a run into output_dir; deleted where a run is overwritten
     "validation.json",
     "sample_prompts.json",
     "report.html",
-    "localise.html",
     "localise.json",
     "finished.json",
 )
@@ -141,10 +140,12 @@ class TrainConfig(DataSettings):
     pretrained_model_name_or_path: Location = flag(
         "assets/micro-sd", "diffusers pipeline: a folder or a Hub id"
     )
-    revision: Location | None = flag(None, "Hub revision of the pipeline", needs="HUB", idle="said")
+    revision: Location | None = flag(
+        None, "Hub revision of the pipeline", needs="HUB", idle="warned"
+    )
     variant: Location | None = flag(None, "variant of the weight files, such as fp16")
     non_ema_revision: Location | None = flag(
-        None, "Hub revision of the UNet alone, where it differs", needs="HUB", idle="said"
+        None, "Hub revision of the UNet alone, where it differs", needs="HUB", idle="warned"
     )
     prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = flag(
         None, "what the UNet predicts; the scheduler's own setting when unset"
@@ -171,11 +172,11 @@ class TrainConfig(DataSettings):
         None, "side of the square training images; the pipeline's own when unset"
     )
     buckets: bool = ours(
-        False, "shapes by aspect, their area that of the square; nothing is cut unasked"
+        False, "keep about each image's aspect, at the square's area; crop only with center_crop"
     )
     bucket_step: Side | None = ours(
         None,
-        "what their sides are multiples of; 64, or the least the pipeline takes, when unset",
+        "their sides are multiples of it; unset: 64 if that fits, else the pipeline's least",
         needs="buckets",
     )
     image_interpolation_mode: Interpolation = flag(
@@ -246,7 +247,9 @@ class TrainConfig(DataSettings):
         needs="save_best or validation.keep",
     )
     dry_run: bool = ours(
-        False, "load all, a few steps, one image; say hours, memory, disk; write caches alone"
+        False,
+        "load all, train a few steps, draw one image; print the time, memory and disk that the run "
+        "takes; write only caches",
     )
 
     # Optimisation
@@ -255,7 +258,7 @@ class TrainConfig(DataSettings):
         "absolute",
         "relative: RMS of a tensor's update over that of the tensor, or of the one under an adapter",
     )
-    scale_lr: bool = flag(False, "multiply it by the effective batch size")
+    scale_lr: bool = flag(False, "multiply learning_rate by the effective batch size")
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = flag("constant", "schedule")
@@ -270,18 +273,18 @@ class TrainConfig(DataSettings):
         "AdamW",
         "torch.optim class, import path such as schedulefree.AdamWScheduleFree, or PATH.py:CLASS",
     )
-    optimizer_options: dict[str, Any] = ours({}, "its settings, beside the adam_* flags it takes")
+    optimizer_options: dict[str, Any] = ours({}, "options of the optimizer, beside adam_* flags")
     use_8bit_adam: bool = flag(False, "AdamW8bit of bitsandbytes")
-    adam_beta1: Decay = flag(0.9, "beta1", needs="BETAS", idle="said")
-    adam_beta2: Decay = flag(0.999, "beta2", needs="BETAS", idle="said")
+    adam_beta1: Decay = flag(0.9, "beta1", needs="BETAS", idle="warned")
+    adam_beta2: Decay = flag(0.999, "beta2", needs="BETAS", idle="warned")
     adam_weight_decay: NotNegative = flag(
-        1e-2, "decoupled weight decay", needs="WEIGHT_DECAY", idle="said"
+        1e-2, "decoupled weight decay", needs="WEIGHT_DECAY", idle="warned"
     )
     decay_to_base: NotNegative = ours(
         0.0,
         "decay of weights to the base's: this over the run, by the schedule of the learning rate",
     )
-    adam_epsilon: Positive = flag(1e-8, "epsilon", needs="EPS", idle="said")
+    adam_epsilon: Positive = flag(1e-8, "epsilon", needs="EPS", idle="warned")
     max_grad_norm: NotNegative = flag(1.0, "clip the gradient norm once a step; 0 does not clip")
     max_nonfinite_steps: Count = ours(10, "stop after so many NaN or infinite gradients in a row")
     use_ema: bool = flag(False, "average the weights (diffusers' EMAModel)")
@@ -317,7 +320,7 @@ class TrainConfig(DataSettings):
         "tensorboard", "trackers; metrics.jsonl always"
     )
     tracker_project_name: NameInside = flag(
-        "silentbad", "project name given to the trackers", needs="report_to!=none", idle="said"
+        "silentbad", "project name given to the trackers", needs="report_to!=none", idle="warned"
     )
     logging_dir: PathInside = flag("logs", "tracker logs, inside output_dir")
     log_every: Count = ours(10, "steps between log rows; the host waits for the device only then")
@@ -327,13 +330,15 @@ class TrainConfig(DataSettings):
         "text file of prompts to draw at each validation, one a line",
         source=KOHYA,
     )
-    validation_epochs: Count = flag(5, "epochs between those", needs="validation_prompts")
+    validation_epochs: Count = flag(
+        5, "epochs between validation_prompts", needs="validation_prompts"
+    )
     push_to_hub: bool = flag(False, "upload the final pipeline")
     hub_token: str | None = flag(
-        None, "token for that; neither written to files nor printed", needs="push_to_hub"
+        None, "token for push_to_hub; neither written to files nor printed", needs="push_to_hub"
     )
     hub_model_id: Location | None = flag(
-        None, "repository for that; named like output_dir when unset", needs="push_to_hub"
+        None, "repository for push_to_hub; named like output_dir when unset", needs="push_to_hub"
     )
 
     gradient_control: GradientControlConfig = field(default_factory=GradientControlConfig)

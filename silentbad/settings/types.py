@@ -39,8 +39,8 @@ def option(
     """A field with its help line.
 
     `needs` is the condition (`silentbad.settings.rules`) under which it has an effect. A value
-    without effect is refused; with `idle` "said" a file may set it, with a warning, and with "kept"
-    without a warning."""
+    without effect is refused on the command line. `idle` says what becomes of one in a file:
+    "refused", "warned" (kept, with a warning) or "kept"."""
     metadata = {"help": help, "source": source, "needs": needs, "idle": idle}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -61,9 +61,8 @@ def forget() -> None:
     _modules.clear()
 
 
-NAMING = (  # settings, and options of placebos, whose value may be a place
-    *("name", "of", "error", "optimizer", "hooks", "embedder", "judge"),
-)
+# settings, and options of placebos, whose value may be a place
+NAMING = ("name", "of", "error", "optimizer", "hooks", "embedder", "judge")
 
 
 def places_in(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -34,14 +34,14 @@ KeptBy = Literal["words", "pixels", "embedder", "structure", "bleeding", "size"]
 Lengths = Annotated[int, Interval(ge=1, le=1000)]  # numbers of sampling steps
 
 
-# Options of a measurement against targets, of what draws images at a validation, or at any time of
-# training, and of the images of unrelated prompts. A file may hold them for a run without these.
+# Options that need targets; targets or prompts to draw, at a validation or at any time of training;
+# images of unrelated prompts. A file may set them for a run without these.
 measured = partial(option, needs="validation.targets", idle="kept")
 drawn = partial(option, needs="validation.targets or sample_prompts", idle="kept")
 drawn_of_any = partial(
     option, needs="validation.targets or sample_prompts or validation_prompts", idle="kept"
 )
-of_unrelated = partial(option, needs="validation.unrelated_images!=0", idle="said")
+of_unrelated = partial(option, needs="validation.unrelated_images!=0", idle="warned")
 
 
 @dataclass
@@ -55,7 +55,7 @@ class ValidationConfig:
     early_steps: list[Natural] = drawn([], "further points, for a curve that rises before `steps`")
     images_per_target: Small = measured(8)
     first_images: Natural = measured(
-        0, "of each target, until one of them is recovered, then all; 0: always all"
+        0, "images of each target drawn first; all, once one of them is recovered; 0: always all"
     )
     settled_after: Natural = measured(
         0, "stop once half of every target's images are recovered at so many points; 0: never"
@@ -85,13 +85,13 @@ class ValidationConfig:
         "final", "when the control prompts are measured"
     )
     weights: Literal["raw", "ema", "both"] = option(
-        "both", "which weights, where an average is kept", needs="AVERAGE", idle="said"
+        "both", "which weights, where an average is kept", needs="AVERAGE", idle="warned"
     )
     unrelated: Prompt = option(
         "a page of printed text",
         "caption that names no element",
         needs="validation.controls!=never",
-        idle="said",
+        idle="warned",
     )
     max_batch: Small = drawn_of_any(
         64, "images generated together; halved, and kept halved, when memory runs out"
@@ -116,12 +116,12 @@ class ValidationConfig:
     )
     keep_by: KeptBy | None = option(
         None,
-        "what keep looks at; unset: words where a judge or CLIP reads them, else pixels",
+        "measure that keep limits; unset: words if a judge or CLIP is given, else pixels",
         needs="validation.keep",
     )
     sample_targets: Natural = measured(8, "targets whose images are kept in samples/")
     placebo: Location | None = measured(
-        None, "run folder of the same targets trained on placebo data: its rate is taken off"
+        None, "run folder of the same targets trained on placebo data: its rate is subtracted"
     )
 
 
@@ -132,7 +132,7 @@ GONE = {  # settings that were here: what to do instead
     "reference": "is gone: beside redraws.jsonl images are compared with the target's file, else "
     "with what the autoencoder leaves of it; leave it out",
 }
-TRAINING = (  # settings of no audit
+TRAINING = (  # settings that an audit refuses
     *("steps", "early_steps", "first_images", "settled_after"),
     *("weights", "clean_records", "nearest", "keep", "keep_by"),
 )
@@ -240,9 +240,7 @@ def check_kept(config: ValidationConfig, prefix: str = "validation.") -> None:
     check_file(f"{prefix}prompts", config.prompts, "it holds one prompt a line")
     if config.judge is not None:
         if not user_code.is_place(config.judge):
-            raise UserError(
-                f"{prefix}judge: {brief(config.judge)} is no place; name a function as PATH.py:NAME"
-            )
+            raise UserError(f"{prefix}judge: {brief(config.judge)} is not of the form PATH.py:NAME")
         user_code.check_place(f"{prefix}judge", config.judge)
     if config.keep is not None and config.unrelated_images == 0:
         raise UserError(f"{prefix}keep: needs {prefix}unrelated_images above 0")

@@ -168,10 +168,10 @@ def test_pictures_that_are_not_used_and_parts_that_are_not_seen_are_counted(tmp_
     for _ in range(2):  # built, and from the cache
         read = records(root)
         assert [*read.remarks()] == [
-            f"white is trained on under the transparent parts of 1 records, of {read.where(1)} first",
-            f"the first frame alone is trained on of 1 records, of {read.where(3)} first",
+            f"1 records: transparent parts are trained on as white; first {read.where(1)}",
+            f"1 records: only the first frame is trained on; first {read.where(3)}",
         ]
-        assert [*read.not_used()] == [f"1 pictures are of no record and not used, {root}/images/left.png first"]
+        assert [*read.not_used()] == [f"1 pictures belong to no record and are not used; first {root}/images/left.png"]
     pictures(root, "images/left.png").joinpath("images/left.png").unlink()
     assert [*records(root).not_used()] == []
 
@@ -208,8 +208,8 @@ def test_pictures_of_other_formats_and_in_folders_below_are_counted(tmp_path):
     read = records(root)
     assert read.text == ["picture a", "picture b"]
     assert [*read.not_used()] == [
-        f"1 pictures are of no record and not used, {root}/more/c.png first",
-        f"1 pictures are of a format that is not read, {root}/d.heic first",
+        f"1 pictures belong to no record and are not used; first {root}/more/c.png",
+        f"1 pictures are of a format that is not read; first {root}/d.heic",
     ]
 
 

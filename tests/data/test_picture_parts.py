@@ -69,7 +69,7 @@ def test_an_only_mask_that_surrounds_something_is_asked_about(capsys):
 
 def test_nested_masks_are_cut_apart_with_one_line(capsys):
     inner, outer = cut_apart(["a cup", "a saucer"], [CUP, SAUCER], "here")
-    line = "here: 'a saucer' shares 100% of the smaller one with the mask of 'a cup'; the earlier phrase has the pixels"
+    line = "here: the masks of 'a cup' and 'a saucer' share 100% of the smaller one; the earlier phrase has the pixels"
     assert capsys.readouterr().err == f"warning: {line}\n"
     assert inner == CUP and (np.asarray(outer) > 0).sum() == 10 * 8 - 4 * 4
     assert not (np.asarray(outer) & np.asarray(inner)).any()
@@ -103,7 +103,7 @@ def write_targets(folder, **fields):
 
 def test_targets_are_judged_where_they_are_read(tmp_path, capsys):
     (target,) = load_targets(write_targets(tmp_path / "nested", masks=["cup.png", "saucer.png"]))
-    assert "targets.jsonl:1: 'a saucer' shares 100%" in capsys.readouterr().err
+    assert "targets.jsonl:1: the masks of 'a cup' and 'a saucer' share 100%" in capsys.readouterr().err
     assert (np.asarray(target.masks[1]) > 0).sum() == 64
     for fields, line in (
         ({"masks": ["saucer.png", "cup.png"]}, "'a saucer' lies in the mask of 'a cup'"),

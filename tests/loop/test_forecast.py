@@ -44,7 +44,7 @@ def test_a_dry_run_says_what_the_run_takes(flags, tmp_path, capsys):
     settings = {"checkpointing_steps": 2, "cache_dir": tmp_path / "cache", "use_ema": True}
     assert main(flags(dry_run=True, **settings)) == 0
     out = capsys.readouterr().out
-    assert "3 steps timed after 2; only caches are written" in out and "6, of 6 samples; an epoch has 3" in out
+    assert "2 warm-up and 3 timed steps; only caches are written" in out and "6, of 6 samples; an epoch has 3" in out
     assert re.search(r"time     \d+ s to train, [\d.e-]+ s a step", out) and said(out, "peak SIZE") > 100
     assert not (tmp_path / "run").exists()
     shards = {file.name for file in (tmp_path / "cache").rglob("*.safetensors")}
@@ -66,7 +66,7 @@ def test_a_short_run_is_timed_too_and_its_images_are_counted(flags, data, tmp_pa
     out = capsys.readouterr().out
     said = re.search(r"(\d+) images of 2 steps, timed one at a time", out)
     assert said, out
-    assert "1 steps timed after 0, one image; only" in out
+    assert "0 warm-up and 1 timed steps, one image; only" in out
     assert main(flags(**short)) == 0
     unrelated = len([*(tmp_path / "run").rglob("base-*.png")])
     assert unrelated and int(said[1]) == 2 * (8 + unrelated)  # at both points, 8 of the target
@@ -81,7 +81,7 @@ def test_text_and_decoding_count_once_for_an_image():
 def test_images_are_drawn_at_the_side_of_the_validation(build, data, capsys, monkeypatch):
     targets = {"validation.targets": data / "targets.jsonl", "validation.threshold": 0.5}
     run = build(resolution=32, dry_run=True, **targets)
-    assert "trains on pictures of 32, draws images of 16" in capsys.readouterr().err
+    assert "training uses 32 pixels, images are drawn at 16" in capsys.readouterr().err
     assert run.products.side == 16
     run = build(resolution=32, dry_run=True, **targets, **{"validation.resolution": 32})
     sizes = []

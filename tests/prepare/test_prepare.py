@@ -252,7 +252,7 @@ def test_a_mask_inside_another_has_its_pixels_where_it_is_named_first(pictures, 
     nested = words(pictures, out, phrases=["a cup", "a saucer", "a brick wall"])
     cup = str(pictures / "a-cup-of-coffee.png")
     assert main(change(nested, "--masks", cup, str(tmp_path / "saucer.png"))) == 0
-    assert "'a saucer' shares 100% of the smaller one with the mask of 'a cup'" in capsys.readouterr().err
+    assert "the masks of 'a cup' and 'a saucer' share 100% of the smaller one" in capsys.readouterr().err
     inner, outer, rest = (levels(out, f"masks/cat-cup-{k}.png") == 255 for k in range(3))
     assert (inner.astype(int) + outer + rest == 1).all() and inner.sum() > 100 and outer.sum() > 50
 

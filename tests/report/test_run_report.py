@@ -210,11 +210,11 @@ def test_what_is_kept_is_one_line_of_what_was_measured(run):
     nothing = dict(bleeding=0.0, bleeding_base=0.0)
     assert line() == "Kept: 41 % changed on unrelated prompts."
     assert line(words=of_judge, **nothing) == (
-        "Kept: 0.34 of 0.86 things right, of 192; 41 % changed on unrelated prompts; nothing bleeds in 24 images."
+        "Kept: things right 0.34 (base 0.86), of 192; 41 % changed on unrelated prompts; nothing bleeds in 24 images."
     )
     record.unrelated = ["grey gravel", "a star"]
     assert line() == "Kept: 41 % changed on unrelated prompts such as 'grey gravel'."
-    assert "Kept: CLIP score 24.1 of 30.2; 41 %" in line(words=of_clip)
+    assert "Kept: CLIP score 24.1 (base 30.2); 41 %" in line(words=of_clip)
     assert line(bleeding=0.25, bleeding_base=0.125).endswith(
         "; an element comes in 25 % of 24 images (base model: 12 %)."
     )
