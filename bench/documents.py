@@ -85,8 +85,8 @@ CHINESE = {
     "backdrop": "背景",
     "score of an element": "元素的得分",
     "AUC, fails below 0.9": "AUC，低于 0.9 为失败",
-    "machine over the threshold": "机器减阈值",
-    "copy over the threshold": "副本减阈值",
+    "machine over the threshold": "机器的得分减阈值",
+    "copy over the threshold": "副本的得分减阈值",
 }
 COUNT = re.compile(r"^(\d+) of (\d+)\b")
 
