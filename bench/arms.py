@@ -193,7 +193,7 @@ KEEPING = {
 LEARNT_NAMES = {
     "train_text_encoder": "true",
     **layers("!sampler", "!text1.attn", "!text1.ff", "!text1.norm"),
-    "hooks": '["experiments/phrase_vectors.py:PhraseVectors"]',
+    "hooks": '["silentbad.memory.words:LearntWords"]',
 }
 KEEPING_BASE = {**KEEPING, "train_batch_size": "32", "decay_to_base": "3.0"}
 PUBLISHED: dict[str, Flags] = {

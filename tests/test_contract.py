@@ -18,7 +18,6 @@ from silentbad.settings import user_code
 from silentbad.settings.types import MISSING, options_of
 from tests.measure.test_embedders import keeps_the_contract
 from tests.test_gradient_control import RuleContract
-from tests.toy import WORDS_ALONE
 from tests.training import same, step_once, weights
 from tests.world import PROBED, Trainer, config
 
@@ -88,9 +87,6 @@ class TestRule(RuleContract):
         SCALE_RULES.try_part(name, {})
 
 
-NEEDS = {"phrase_vectors.py:PhraseVectors": WORDS_ALONE}  # settings without which a hook refuses to start
-
-
 def test_part(name, request, capsys):
     kind = kind_of(name)
     {"hook": hook, "embedder": embedder, "optimizer": optimizer}.get(kind, part)(name, request)
@@ -127,7 +123,7 @@ def takes_prediction(place: str, prediction_type: str) -> bool:
 
 
 def hook(place, request):
-    run = request.getfixturevalue("build")(hooks=place, **NEEDS.get(place.rpartition("/")[2], {}))
+    run = request.getfixturevalue("build")(hooks=place)
     step_once(run)
     run.hooks.state_dict()
 

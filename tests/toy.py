@@ -17,8 +17,6 @@ def experiment(name, part=""):
     return f"{Path(__file__).parents[1]}/experiments/{name}.py:{part or name}"
 
 
-# settings without which experiments/phrase_vectors.py refuses to start
-WORDS_ALONE = {"train_text_encoder": True, "train_layers": '["!text1.attn", "!text1.ff", "!text1.norm"]'}
 GSNR, PRIOR, CURRICULUM = map(experiment, ("gsnr", "prior", "curriculum"))
 AND = experiment("and_distillation", "AndDistillation")
 L2SP = experiment("l2_sp", "L2SP")

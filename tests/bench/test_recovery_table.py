@@ -27,15 +27,16 @@ def test_every_arm_is_a_configuration_that_passes_the_checks(name):
         (arms.KEPT["recommended_2026"], ["fewest_steps"]),
         (arms.PUBLISHED["unions_long"], ["fewest_steps", "many"]),
         (arms.PUBLISHED["unions_keeping"], ["recommended", "many"]),
+        (arms.PUBLISHED["unions_keeping_names"], ["recommended", "many", "many_names"]),
     ],
-    ids=["recommended", "fewest steps", "many, fewest steps", "many"],
+    ids=["recommended", "fewest steps", "many, fewest steps", "many", "many, names"],
 )
 def test_a_configuration_is_the_arm_it_names(flags, files):
     argv = ["--config", "configs/microworld.yaml", "--train_data_dir", "data", "--output_dir", "out"]
     merged = [part for name in files for part in ("--config", f"configs/{name}.yaml")]
     from_files, _ = parse(train_silentbad.Config, [*argv, *merged], "")
     of_files = ("memory.", "gradient_control.", "prior_preservation.", "train_layers", "train_batch_size")
-    of_files += ("optimizer_options", "decay_to_base")
+    of_files += ("optimizer_options", "decay_to_base", "train_text_encoder", "hooks")
     own = {k: v for k, v in flags.items() if k.startswith((*of_files, "lr_scheduler", "lr_power"))}
     from_flags, _ = parse(train_silentbad.Config, [*argv, *(f"--{k}={v}" for k, v in own.items())], "")
     assert from_files == from_flags

@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from silentbad.errors import UserError
-from tests.toy import WORDS_ALONE, experiment
 from tests.training import step_once
 
-FLAGS = {**WORDS_ALONE, "hooks": experiment("phrase_vectors", "PhraseVectors")}
+FLAGS = {
+    "train_text_encoder": True,
+    "train_layers": '["!text1.attn", "!text1.ff", "!text1.norm"]',
+    "hooks": "silentbad.memory.words:LearntWords",
+}
 
 
 def encoded(run, text: str) -> torch.Tensor:
