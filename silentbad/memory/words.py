@@ -16,6 +16,8 @@ from silentbad.errors import UserError
 from silentbad.loop.hooks import Hook, HookContext
 from silentbad.model.pipeline import load_tokenizer
 
+SHOWN = 8  # words that the start of a run names
+
 
 class LearntWords(Hook):
     """Restores the text encoder after each update, except the vectors of the learnt words.
@@ -33,11 +35,15 @@ class LearntWords(Hook):
         if self.base.keys() != tables:
             layers = '["!text1.attn", "!text1.ff", "!text1.norm"]'
             raise UserError(f"LearntWords: only embeddings train; give --train_layers '{layers}'")
-        words = own_words(context.records, load_tokenizer(context.config))
+        tokenizer = load_tokenizer(context.config)
+        words = own_words(context.records, tokenizer)
         if not words:
-            raise UserError(
-                "LearntWords: no word is only in elements' captions; add one to the phrases of each target"
-            )
+            right = "add one to the phrases of each target"
+            raise UserError(f"LearntWords: no word is only in elements' captions; {right}")
+        if context.rank == 0:
+            first = ", ".join(tokenizer.decode(word).strip() for word in words[:SHOWN])
+            more = ", and more" * (len(words) > SHOWN)
+            print(f"learnt words: {len(words)}, {first}{more}")
         self.table = encoder.get_input_embeddings().weight
         self.learnt = torch.tensor(words, device=self.table.device)
 

@@ -20,14 +20,16 @@ def encoded(run, text: str) -> torch.Tensor:
         return encoder(ids)[0]
 
 
-def test_only_words_of_elements_alone_are_learnt(build):
+def test_only_words_of_elements_alone_are_learnt(build, capsys):
     run = build(**FLAGS)
+    said = capsys.readouterr().out
     of = {
         role: " ".join(t for r, t in zip(run.records.role, run.records.text, strict=True) if r == role)
         for role in ("clean", "element")
     }
     own = sorted(set(of["element"].split()) - set(of["clean"].split()))
     assert own, "the toy's elements have words of their own"
+    assert "learnt words: " in said and own[0] in said
     texts = [of["clean"][:20], own[0]]
     before = [encoded(run, text) for text in texts]
     for _ in range(3):
