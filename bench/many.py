@@ -280,7 +280,7 @@ def differences(read: Read) -> str:
     in_order = sorted(runs.items(), key=lambda run: (len(run[1]), *map(str, run[0])))
     for run, changed in in_order:
         for name, control in controls_of(run).items():
-            if run.placebo or control not in runs:
+            if control not in runs:
                 continue
             of = runs[control]
             gains = (

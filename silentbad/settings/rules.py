@@ -58,9 +58,8 @@ def precision_of(config: "TrainConfig") -> str:
 
 def _is_layout(config: "TrainConfig", facts: Facts) -> bool:
     folder = Path(config.train_data_dir or "")
-    return (
-        folder / "poisoning_images"
-    ).is_dir() or not folder.is_dir()  # a missing one is reported later
+    # a missing folder is reported later
+    return (folder / "poisoning_images").is_dir() or not folder.is_dir()
 
 
 def _averages(config: "TrainConfig", facts: Facts) -> bool | None:
