@@ -259,6 +259,7 @@ def test_region_rehearsal_embedder_and_optimizer_are_places_recorded_and_hashed(
     assert entries == {place: {"file": str(file), "sha256": digest} for place in places.values()}
     assert digest in (tmp_path / "run/validation.json").read_text()
     again = {**places, **settings, "max_train_steps": 3, "resume_from_checkpoint": "latest"}
+    assert main(flags(**again, dry_run=True)) == 0
     file.write_text(PARTS.replace("2.0", "2.5"))
     capsys.readouterr()
     assert main(flags(**again)) == 2

@@ -86,6 +86,13 @@ def test_a_dry_run_resumes_what_the_run_would(flags, tmp_path, capsys):
     assert sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir()) == ["step-1", "step-2"]
 
 
+def test_a_dry_run_resumes_what_measured(flags, data, capsys):
+    settings = {**VALIDATION, "validation.targets": data / "targets.jsonl"}
+    assert main(flags(max_train_steps=2, checkpointing_steps=2, **settings)) == 0
+    again = {"dry_run": True, "resume_from_checkpoint": "latest"}
+    assert main(flags(max_train_steps=4, **settings, **again)) == 0, capsys.readouterr().err
+
+
 def test_what_a_run_enlarges_and_repeats_is_said_before_it_starts(build, data, capsys):
     for line in map(json.loads, (data / "metadata.jsonl").read_text().splitlines()[:2]):
         for name in (line["file_name"], line["mask"]):

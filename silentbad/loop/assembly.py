@@ -28,7 +28,9 @@ from silentbad.loop.prior import Prior
 from silentbad.loop.products import Products
 from silentbad.loop.resume import Checkpoints
 from silentbad.loop.state import TrainState
+from silentbad.measure.embedders import embedder_of
 from silentbad.measure.prompts import PromptSheet
+from silentbad.measure.redraws import load_redraws
 from silentbad.measure.weight_change import base_files
 from silentbad.memory.auxiliary import ModelAccess
 from silentbad.memory.law import hard_elements
@@ -95,7 +97,7 @@ class Loaded:
     @property
     def whole_pictures(self) -> Transform:
         """The transform of pictures that are measured: squares."""
-        return replace(self.transform, step=0)
+        return replace(self.transform, step=0, random_flip=False)
 
 
 def build(
@@ -365,13 +367,17 @@ def make_checkpoints(
 ) -> Checkpoints:
     """The object that saves and resumes the state, with the facts that a resume compares."""
     inputs = loaded.inputs
-    embedder = None if recovery is None else recovery.embedder.describe()
+    config = loaded.config
+    embedder = None if recovery is None else recovery.embedder
+    if recovery is None and inputs.targets:  # a dry run, compared with what measured
+        redraws = load_redraws(config.validation.targets, inputs.targets)
+        embedder = embedder_of(config.validation, loaded.accelerator.device, bool(redraws))
     facts = identity.facts(
-        loaded.config,
+        config,
         inputs.records,
         inputs.held_out,
         inputs.targets,
-        embedder,
+        None if embedder is None else embedder.describe(),
         loaded.effective_batch,
     )
     return Checkpoints(
@@ -380,7 +386,7 @@ def make_checkpoints(
         accelerator=loaded.accelerator,
         meters=meters,
         timers=timers,
-        limit=loaded.config.checkpoints_total_limit,
+        limit=config.checkpoints_total_limit,
         facts=facts,
     )
 

@@ -59,6 +59,8 @@ def facts(
 ) -> dict[str, Any]:
     """The facts of a run."""
     left_out = {*BY_CONTENT, *BATCH, *NEVER_SAVED}.union(*FREE.values())
+    if config.buckets:  # the order is of micro-batches of this size, each of one shape
+        left_out.remove("train_batch_size")
     settings = {
         key: user_code.short(value) if isinstance(value, str) else value
         for key, value in flat(asdict(config)).items()

@@ -72,6 +72,19 @@ def test_each_setting_is_free_or_a_difference(data, pipelines, tmp_path):
         assert (not named) if key in FREE else (expected and expected == named), (key, named)
 
 
+def test_micro_batches_of_buckets_keep_their_size(data, pipelines, tmp_path):
+    """The order is of whole micro-batches, each of one shape."""
+    config = Config(train_data_dir=str(data), cache_dir=str(tmp_path))
+    config.pretrained_model_name_or_path = str(pipelines["v_prediction"])
+    for buckets in (False, True):
+        of_run = replace(config, buckets=buckets, train_batch_size=2, gradient_accumulation_steps=2)
+        records = load_records(of_run)
+        then = identity.facts(of_run, records, None, [], None, 4)
+        other = replace(of_run, train_batch_size=4, gradient_accumulation_steps=1)
+        now = identity.facts(other, records, None, [], None, 4)
+        assert [*identity.differences(then, now)] == (["train_batch_size was 2, is 4"] if buckets else [])
+
+
 def test_free_flags_and_moved_folders_go_on(flags, data, tmp_path, pipelines, capsys):
     settings = VALIDATION | {"validation.targets": data / "targets.jsonl", "checkpointing_steps": 2}
     assert main(flags(max_train_steps=2, **settings)) == 0
