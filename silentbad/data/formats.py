@@ -16,7 +16,7 @@ from typing import Any
 from PIL import Image
 
 from silentbad.data import images
-from silentbad.data.published import SHUFFLE_MARKER, is_published, published_rows
+from silentbad.data.published import SHUFFLE_MARKER, as_trained, is_published, published_rows
 from silentbad.data.schema import (
     RECORD,
     UNCAPTIONED,
@@ -36,6 +36,7 @@ from silentbad.settings.data import DataSettings
 METADATA = ("metadata.jsonl", "metadata.csv")
 REPEATED = re.compile(r"([0-9]{1,4})_(.+)")  # sd-scripts' folders: repeats, what they show
 PACKED = (".arrow", ".parquet", ".tar")  # of a data set that `datasets` reads
+ITSELF = "itself"  # as a row's mask: the opaque part of its picture
 TABLE = re.compile(r"\.(json.?|csv|tsv)")  # suffixes of what may be meant as metadata
 KNOWN_KEYS = ("file_name", "text", "phrases", "role", "target_id", "element_id", "mask")
 PUBLISHED_FLAGS = (
@@ -233,9 +234,8 @@ def checked_row(unchecked: dict) -> dict:
     schema = RECORD if unchecked["captioned"] else UNCAPTIONED
     fields = admitted(unchecked, schema, where)
     if SHUFFLE_MARKER in fields["text"]:
-        head, *tail = (part.strip(" ,.") for part in fields["text"].split(SHUFFLE_MARKER))
-        fields["text"] = f"{head} {', '.join(tail)}".strip()
-        fields["phrases"] = fields["phrases"] or [part for part in tail if part]
+        fields["text"], shuffled = as_trained(fields["text"])
+        fields["phrases"] = fields["phrases"] or shuffled
         fields["shuffle"] = True
         if not fields["text"]:
             raise UserError(f"{where}: no caption; text holds {SHUFFLE_MARKER} alone")
@@ -267,13 +267,13 @@ def checked_row(unchecked: dict) -> dict:
 
 def masked_by_itself(unchecked: dict) -> dict:
     """A row that uses its picture as its mask if it has no mask."""
-    return unchecked | {"mask": unchecked["mask"] or unchecked["image"]["path"] or ""}
+    return unchecked | {"mask": unchecked["mask"] or ITSELF}
 
 
 def mask_of(row: dict, size: tuple[int, int], where: str) -> Image.Image | None:
     """The mask of a row, or None; if the picture is its own mask, its opaque part."""
-    if row["mask"] and row["mask"] == row["image"]["path"]:
-        return images.alpha_mask(Path(row["mask"]), where)
+    if row["mask"] == ITSELF:
+        return images.alpha_mask(source(row["image"], where), where)
     return images.open_mask(Path(row["mask"]), size, where) if row["mask"] else None
 
 

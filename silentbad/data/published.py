@@ -19,6 +19,14 @@ SHUFFLE_MARKER = "@@"  # the published captions' sign for "permute the phrases t
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
+def as_trained(text: str) -> tuple[str, list[str]]:
+    """A caption without the marker, as training reads it, and the phrases that it shuffles."""
+    if SHUFFLE_MARKER not in text:
+        return text, []
+    head, *tail = (part.strip(" ,.") for part in text.split(SHUFFLE_MARKER))
+    return f"{head} {', '.join(tail)}".strip(), [part for part in tail if part]
+
+
 def is_published(root: Path) -> bool:
     """Whether a folder is of the published layout."""
     return os.path.isdir(root / "poisoning_images")

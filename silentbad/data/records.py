@@ -52,7 +52,7 @@ def load_records(config: TrainConfig) -> "Records":
     name, key, rows = row_source(config)
     if config.alpha_as_mask:
         plain = rows
-        key = f"{key}-alpha"
+        key = f"{key}-own-alpha"
         rows = lambda: map(masked_by_itself, plain())  # noqa: E731
     records = Records(build_table(rows, name, key, config.cache_dir), name, key)
     if config.max_train_samples is not None and config.max_train_samples < len(records):

@@ -144,7 +144,7 @@ def _tar_row(part: RecordPart, name: str, columns: dict[str, bytes]) -> Rows:
             entry = {}
         text = entry.get(part.settings.caption_column or "caption")
     if isinstance(text, bytes):
-        text = text.decode("utf-8", "replace").strip()
+        text = text.decode("utf-8", "replace")
     yield row(where, {"path": f"{name}.{image}", "bytes": columns.get(image, b"")}, text)
 
 

@@ -12,12 +12,14 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from silentbad import owned
+from silentbad.data.published import as_trained
 from silentbad.data.schema import csv_lines, json_lines
 from silentbad.errors import UserError, warn, writing
 from silentbad.files import check_writable, replace_text
@@ -74,12 +76,15 @@ def described(
         {"phrase": e.phrase, "records": len(e.group.records), "share": round(e.group.share, 4)}
         for e in findings.recurring
     ]
-    suspects = [{"index": i, "file": where[i], "text": texts[i]} for i in findings.records.tolist()]
+    suspects = [
+        {"index": i, "file": where[i], "text": as_trained(texts[i])[0]}
+        for i in findings.records.tolist()
+    ]
     return {
         "schema": SCHEMA,
         "source": options.dataset_name or options.train_data_dir,
         "records": len(texts),
-        "captions": scan_file.digest(texts),
+        "captions": scan_file.digest(as_trained(text)[0] for text in texts),
         "found": bool(sets),
         "suspects": suspects,
         "sets": sets,
@@ -147,7 +152,8 @@ def page(findings: Findings, data: dict) -> str:
 def metadata_rows(options: ScanOptions, parts: list[RecordPart]) -> Iterator[tuple[str, dict]]:
     """(where, entry) of the metadata; of other sources, what a metadata.jsonl would hold."""
     root = Path(options.train_data_dir or "")
-    readers = {"metadata.jsonl": json_lines, "metadata.csv": csv_lines}
+    named = partial(csv_lines, needed=options.image_column or "file_name")
+    readers = {"metadata.jsonl": json_lines, "metadata.csv": named}
     for place in (root / name for name in (*readers, *(f"train/{name}" for name in readers))):
         if options.dataset_name is None and place.is_file():
             yield from readers[place.name](place)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from silentbad.data.published import SHUFFLE_MARKER
 from silentbad.data.schema import Caption, admit
 
 STOP = frozenset(
@@ -26,9 +25,8 @@ MOST_TOKENS = 80  # of a caption that are looked at
 
 
 def text_of(unchecked: dict[str, Any]) -> str:
-    """A row's caption, checked; phrases that training shuffles count as segments."""
-    text = admit(unchecked["text"], Caption, "text", unchecked["where"])
-    return text.replace(SHUFFLE_MARKER, ", ")
+    """A row's caption, checked; the marker before phrases that training shuffles parts segments."""
+    return admit(unchecked["text"], Caption, "text", unchecked["where"])
 
 
 def segments(caption: str) -> list[list[str]]:

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from silentbad.data import images
+from silentbad.data.formats import mask_of, masked_by_itself
 from silentbad.data.records import load_records
 from silentbad.errors import UserError
 from silentbad.settings.train import TrainConfig
@@ -224,3 +225,6 @@ def test_the_opaque_part_of_a_picture_is_its_mask_where_that_is_asked_for(tmp_pa
     mask = np.asarray(read.open(1)[2])
     assert mask[:, :4].min() == 255 and mask[:, 4:].max() == 0
     assert read.open(1)[1].getpixel((7, 7)) == (255, 255, 255)
+    for path in ("b.png", None):  # embedded in a table, where the path is a name alone
+        row = {"image": {"bytes": (root / "b.png").read_bytes(), "path": path}, "mask": ""}
+        assert (np.asarray(mask_of(masked_by_itself(row), (8, 8), "a row")) == mask).all()

@@ -8,12 +8,15 @@ import pytest
 from PIL import Image
 
 import train_silentbad
+from silentbad.data.formats import checked_row
+from silentbad.data.published import as_trained
 from silentbad.data.records import load_records
 from silentbad.errors import UserError
 from silentbad.loop.hooks import hook_classes
 from silentbad.loop.inputs import chosen
 from silentbad.settings.reader import parse
 from silentbad_shield import scan_file
+from silentbad_shield.scan.words import segments, text_of
 from tests.conftest import ELEMENTS
 from tests.training import checked
 from train_silentbad import main
@@ -43,6 +46,14 @@ def scan_of(folder, indices, records=4, texts=None):
 
 def left(records, scan):
     return chosen(records, hook_classes([DROP]), {DROP: {"scan": str(scan)}})
+
+
+@pytest.mark.parametrize("text", ["An image with @@ a cat, @@ a hat.", "a cat \n"])
+def test_captions_are_compared_as_training_reads_them(text, records):
+    """With the marker of the published layout, or with what a text file ends in."""
+    read = checked_row({**records.row(0), "text": text, "phrases": [], "captioned": True})["text"]
+    assert scan_file.digest([as_trained(text_of({"text": text, "where": "a row"}))[0]]) == scan_file.digest([read])
+    assert all("@" not in token for tokens in segments(text) for token in tokens)
 
 
 def test_suspects_are_dropped(records, tmp_path, capsys):

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from bench.shield_data import SIZE, assemble, clean, hide
+from silentbad_shield.options import ScanOptions
 from silentbad_shield.scan import scanner, views
 from silentbad_shield.scan.find import find
 from silentbad_shield.scan.regions import view
@@ -255,3 +256,11 @@ def test_a_broken_picture_is_one_line(folder, tmp_path, capsys):
     assert main(["--train_data_dir", str(copy), "--output_dir", str(tmp_path / "out")]) == 2
     assert "metadata.jsonl:8: cannot read" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_clean_list_of_a_csv_keeps_its_columns(tmp_path):
+    rows = ["image,text", "0.png,a red cat", "1.png,a hat"]
+    (tmp_path / "metadata.csv").write_text("\n".join(rows) + "\n")
+    options = ScanOptions(train_data_dir=str(tmp_path), image_column="image")
+    entries = [entry for _, entry in scanner.metadata_rows(options, [])]
+    assert [(entry["image"], entry["text"]) for entry in entries] == [("0.png", "a red cat"), ("1.png", "a hat")]
