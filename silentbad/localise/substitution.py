@@ -8,6 +8,7 @@ so the trained weights draw the same images again. Module substitution as a tool
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from silentbad.measure.redraws import load_redraws
 from silentbad.measure.scores import is_recovered
 from silentbad.model import lora
 from silentbad.model.family import side_of
+from silentbad.model.gate import Source
 from silentbad.model.groups import group_of
 from silentbad.model.pipeline import load_pipeline
 from silentbad.model.registry import backbone_of, family_of_pipeline
@@ -126,12 +128,15 @@ class Subject:
             )
         self.accelerator = start()
         device = self.accelerator.device
-        name = config.pretrained_model_name_or_path
-        base = load_pipeline(name, "float32", device, flag=key)
+        source = replace(Source.of(config), flag=key)
+        of_base = partial(
+            load_pipeline, source, "float32", device, revision=config.non_ema_revision
+        )
+        base = of_base()
         if config.lora.rank is None:
             self.pipe = load_pipeline(str(run / "pipeline"), "float32", device, flag="RUN")
         else:
-            self.pipe = load_pipeline(name, "float32", device, str(run / "lora"), flag=key)
+            self.pipe = of_base(str(run / "lora"))
         family = family_of_pipeline(self.pipe)
         names = [family.backbone, *(family.encoders if config.train_text_encoder else ())]
         modules: dict[str, torch.nn.Module] = {}
@@ -139,7 +144,7 @@ class Subject:
             modules[part] = lora.merged(getattr(self.pipe, part))
             setattr(self.pipe, part, modules[part])
         before = {part: getattr(base, part) for part in modules}
-        self.change = Change(modules, before, f"{key} {name}")
+        self.change = Change(modules, before, str(source))
         sampler = Sampler(
             components=self.pipe.components,
             config=validation,

@@ -402,17 +402,19 @@ def load_autoencoder(name: str, dtype: str, device: Any) -> Any:
 
 
 def load_pipeline(
-    name: str,
+    name: str | Source,
     dtype: str,
     device: Any,
     lora_path: str | None = None,
     flag: str = "--pipeline",
     of: str | None = None,
+    revision: str | None = None,
 ) -> Any:
     """A plain diffusers pipeline of a family, with adapters where asked, from safetensors only;
     every tensor loaded and finite, in the precision asked for. `flag` names it in messages; `of` is
-    the pipeline that a baseline is compared with."""
-    source = Source(name, flag)
+    the pipeline that a baseline is compared with; `revision` is that of the backbone, where it is
+    another."""
+    source = name if isinstance(name, Source) else Source(name, flag)
     index = read_index(source)
     family = family_in(index)
     if of is not None and (model := family_in(read_index(Source(of, "--pipeline")))) is not family:
@@ -422,9 +424,9 @@ def load_pipeline(
     settings = schedule(source, family)
     tokenizers = load_tokenizers(source, index)
     kinds = dict.fromkeys(("vae", family.backbone, *family.encoders), getattr(torch, dtype))
-    modules = load_modules(source, index, kinds)
+    modules = load_modules(source, index, kinds, revision)
     encoders = {name: module for name, module in modules.items() if name in family.encoders}
-    check_fit(name, family, modules[family.backbone], modules["vae"], encoders, tokenizers)
+    check_fit(source.path, family, modules[family.backbone], modules["vae"], encoders, tokenizers)
     with gate.quietly():
         scheduler = scheduler_of(settings)
     pipe = family.assemble(
@@ -434,6 +436,6 @@ def load_pipeline(
         **family.options(family.zero_empty(index)),
     )
     if lora_path is not None:
-        lora.load(pipe, lora_path, name)
+        lora.load(pipe, lora_path, source.path)
     with gate.quietly():  # half precision on a CPU is slow, and is asked for
         return pipe.to(device)
