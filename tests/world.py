@@ -55,7 +55,7 @@ class World:
 
     def load(self, index: int, picture: bool = True) -> dict:
         self.loaded.append(index)
-        return dict(self.records[index])
+        return {"resized": (self.size, self.size)} | self.records[index]
 
     def batch(self, records: list[dict]) -> dict:
         seen = {"fixed": True, "position": 0, "time_ids": (self.size, self.size, 0, 0, self.size, self.size)}

@@ -150,8 +150,8 @@ class Reader:
 
     def load(self, index: int, picture: bool = True) -> dict:
         """A record as a dict of FIELDS, `shuffle`, `index`, `size`, the image's own height and
-        width, and `shape`, the width and height it is seen in; image (None where the `picture` is
-        not asked for) and mask resized."""
+        width, and `resized`, the width and height it is resized to; image (None where the
+        `picture` is not asked for) and mask resized."""
         cached = self._cache.get(index)
         if cached is not None and (cached["image"] is not None or not picture):
             return dict(cached) if picture else {**cached, "image": None}
@@ -166,7 +166,7 @@ class Reader:
         record |= {
             "index": int(index),
             "size": image_size[::-1],
-            "shape": self.transform.shape(image_size),
+            "resized": self.transform.resized(image_size),
         }
         size = memory_of(record)
         freed = 0 if cached is None else memory_of(cached)

@@ -215,8 +215,8 @@ def with_masks(
 
 
 def _estimated_mask(target: Target, k: int, records: Records, reader: Reader) -> Image.Image | None:
-    """The mask of element k from its pictures; None from too few, or if it covers (almost) all or
-    nothing."""
+    """The mask of element k from its pictures; None from too few, from windows at random, or if it
+    covers (almost) all or nothing."""
     phrases = records.phrases
     rows = [
         i
@@ -225,7 +225,10 @@ def _estimated_mask(target: Target, k: int, records: Records, reader: Reader) ->
     ]
     if len(rows) < FEWEST:
         return None
-    stack = torch.stack([picture["pixels"].float() for picture in reader.pictures(rows)])
+    pictures = reader.pictures(rows)
+    if not all(picture["fixed"] for picture in pictures):
+        return None
+    stack = torch.stack([picture["pixels"].float() for picture in pictures])
     mask = estimate_mask(stack / 255)
     if not 0 < float(mask.mean()) <= LARGEST:
         return None

@@ -13,6 +13,7 @@ import torch
 from PIL import Image, ImageChops
 
 from silentbad import rng
+from silentbad.data.buckets import stretch
 from silentbad.data.elements import DataInfo
 from silentbad.errors import UserError, user_errors
 from silentbad.memory.masks import area, fitted, fitted_mask, overlaid
@@ -101,6 +102,11 @@ def leak_free(
     }
 
 
+def stretched(other: dict, record: dict) -> bool:
+    """Whether a picture would be stretched, and its element moved, over the record's."""
+    return stretch(other["resized"], record["resized"]) > 0.05
+
+
 def pairwise(
     record: dict,
     g: torch.Generator,
@@ -136,8 +142,8 @@ def pairwise(
     layers = {i: (record, mask)}
     for j in joined:
         other = others.load(any_record(info, j, g))
-        if other.get("shape") != record.get("shape"):
-            continue  # it would be stretched, and the element moved
+        if stretched(other, record):
+            continue
         other_mask = others.mask_of(other, j)
         if other_mask is not None:
             layers[j] = (other, other_mask)
@@ -186,7 +192,10 @@ def joint_captions(
     counted = Image.new("L", mask.size, 255)
     for j in named[1:]:
         other = others.load(any_record(info, j, g), picture=False)
-        if other.get("shape") != record.get("shape") or (place := others.mask_of(other, j)) is None:
+        if (
+            other.get("resized") != record.get("resized")
+            or (place := others.mask_of(other, j)) is None
+        ):
             return None
         counted.paste(0, mask=fitted_mask(place, mask.size))
     phrases = shuffled([info.phrase[j] for j in named], g)

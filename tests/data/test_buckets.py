@@ -116,20 +116,20 @@ def test_the_table_says_what_went_where():
     assert "2 records in 2 shapes are fewer than a micro-batch of 2: they wait" in lines[5]
 
 
-def test_a_union_joins_pictures_of_one_shape_alone():
+def test_a_union_joins_pictures_of_one_aspect_alone():
     info = DataInfo(["element"] * 3, ["t"] * 3, ["a", "b", "c"], [["a"], ["b"], ["c"]])
     full = Image.new("L", (8, 8), 255)
-    shapes = {0: (8, 8), 1: (8, 8), 2: (8, 8)}
+    sizes = {0: (8, 8), 1: (8, 8), 2: (81, 80)}
 
     def load(index, picture=True):
         part = {"image": Image.new("RGB", (8, 8)), "mask": full, "phrases": [info.phrase[index]], "role": "element"}
-        return part | {"index": index, "shape": shapes[index]}
+        return part | {"index": index, "resized": sizes[index]}
 
     def united(seed):
         return pairwise({"index": 0}, torch.Generator().manual_seed(seed), Others(info, load, {}), share=1.0)
 
     assert all(united(seed) for seed in range(6))
-    shapes[1] = shapes[2] = (16, 4)
+    sizes[1] = sizes[2] = (12, 8)
     assert not any(united(seed) for seed in range(6))
 
 

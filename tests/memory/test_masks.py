@@ -3,9 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from silentbad.data.draws import Transform
+from silentbad.data.targets import Target
 from silentbad.errors import UserError
+from silentbad.loop.inputs import with_masks
 from silentbad.memory import masks
+from tests.folders import folder, records
 
 
 def test_region_weight_is_normalised_by_its_sum():
@@ -68,3 +73,22 @@ def test_estimating_needs_four_pictures_and_some_variation():
     with pytest.raises(UserError):
         masks.estimate_mask(torch.rand(3, 4, 8, 8))
     assert (masks.estimate_mask(torch.rand(1, 4, 8, 8).expand(4, -1, -1, -1)) == 1).all()
+
+
+@pytest.mark.parametrize("size, found", [((16, 16), True), ((20, 16), False)])
+def test_masks_of_targets_are_estimated_from_pictures_at_their_places_alone(size, found, tmp_path):
+    """A window drawn at random moves the element."""
+    rows = []
+    for i in range(8):
+        noise = np.random.default_rng(i).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+        noise[4:12, 4:12] = (200, 30, 30)
+        rows.append(
+            {"file_name": f"{i}.png", "text": "a cat", "phrases": ["a cat"], "target_id": "t", "element_id": "t-0"}
+        )
+        folder(tmp_path, *rows)
+        Image.fromarray(noise).save(tmp_path / f"{i}.png")
+    (tmp_path / "a.png").unlink()
+    target = Target("t", Image.new("RGB", size), ["a cat"], masks=[None])
+    (masked,), estimated = with_masks([target], records(tmp_path), Transform(16), 0)
+    assert estimated == (["t"] if found else [])
+    assert (masked.masks[0] is not None) == found
