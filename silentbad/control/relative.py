@@ -109,6 +109,9 @@ class RelativeRate:
         for weight, size, before in zip(self.weights, self.sizes, self.before, strict=True):
             rate, decay = rates[weight.factors[0]]
             move(weight, before, rate * size)
+            # of the scaler of fp16: 1 where the update is skipped
+            if (skipped := getattr(optimizer, "found_inf", None)) is not None:
+                before = torch._foreach_mul(before, 1 - skipped)
             torch._foreach_add_(weight.factors, before, alpha=-rate * decay)
         self.before = []
 

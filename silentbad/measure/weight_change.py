@@ -30,16 +30,20 @@ Moved = tuple[str, Tensor, Tensor | None]  # name, theta_0, theta - theta_0 (Non
 
 
 class TensorFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, each read when it is asked for."""
+    """The tensors of a safetensors file, each read when it is asked for. Names before which
+    transformers 4 wrote "text_model." are known without it too."""
 
     def __init__(self, file: Path):
         self.file = file
         with safe_open(file, "pt") as tensors:
-            self.names = list(tensors.keys())
+            keys = list(tensors.keys())
+        self.names = {key.removeprefix("text_model."): key for key in keys} | {
+            key: key for key in keys
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self.file, "pt") as tensors:
-            return tensors.get_tensor(name)
+            return tensors.get_tensor(self.names[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -43,7 +43,7 @@ def paired(
     def column(run: RecordedRun) -> dict[str, Any]:
         if key != "sustained_step":
             return {row.target: getattr(row, key) for row in run.targets(kind)}
-        end = run.history[-1].step
+        end = run.history[-1].step if run.history else 0
         return {
             row.target: end if row.sustained_step is None else row.sustained_step
             for row in run.targets(kind)

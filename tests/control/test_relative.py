@@ -88,6 +88,18 @@ def test_four_times_the_weights_move_four_times_as_far(name):
         torch.testing.assert_close(other, scale * one, rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+def test_an_update_that_the_scaler_skips_decays_nothing(skipped):
+    weight = nn.Parameter(torch.full((4, 4), 2.0))
+    optimizer = torch.optim.AdamW([weight], lr=RATE, weight_decay=0.5, fused=True)
+    RelativeRate(nn.ParameterList([weight]), optimizer)
+    weight.grad = torch.full((4, 4), torch.inf if skipped else 1.0)
+    optimizer.found_inf = torch.tensor(skipped)
+    optimizer.step()
+    left = 2.0 if skipped else 2.0 * (1 - RATE - 0.5 * RATE)
+    torch.testing.assert_close(weight.data, torch.full((4, 4), left))
+
+
 def test_a_weight_of_zeros_moves_and_one_without_a_gradient_only_decays():
     weights = [nn.Parameter(torch.zeros(40, 40)), nn.Parameter(torch.full((5,), 2.0))]
     model = nn.ParameterList(weights)

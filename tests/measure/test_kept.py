@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
+from safetensors.torch import load_file, save_file
 
 from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target
@@ -244,6 +245,9 @@ def test_the_base_is_read_from_its_files(tmp_path):
     files = base_files(Source(str(tmp_path / "base")))
     modules = {"unet": pipe.unet, "text_encoder": pipe.text_encoder}
     assert stage_sizes(modules, files) == {}
+    names = tmp_path / "base/text_encoder/model.safetensors"  # as transformers 4 wrote them
+    save_file({f"text_model.{key}": value for key, value in load_file(names).items()}, names)
+    assert stage_sizes(modules, base_files(Source(str(tmp_path / "base")))) == {}
     assert {"down0", "mid", "up1", "stem"} <= stage_sizes({"unet": shifted(pipe.unet)}, files).keys()
     (tmp_path / "base/unet/diffusion_pytorch_model.safetensors").unlink()
     assert stage_sizes(modules, files) is None

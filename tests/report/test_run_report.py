@@ -267,6 +267,15 @@ def test_parts_outside_the_run_are_not_read(run, tmp_path):
     assert sum("leads out of the folder" in note for note in held.notes) == 4
 
 
+def test_a_run_without_validation_is_compared(run, tmp_path):
+    """By its notes alone, in either place."""
+    (tmp_path / "bare").mkdir()
+    shutil.copy(run / "metrics.jsonl", tmp_path / "bare")
+    for runs in ([tmp_path / "bare", run], [run, tmp_path / "bare"]):
+        text, gaps = run_report.compare(runs)
+        assert "no validation" in text and not any(row[5] for row in gaps)
+
+
 def test_comparison_has_paired_intervals(run, slow, tmp_path, capsys):
     text, gaps = run_report.compare([run, slow])
     rate = next(row for row in gaps if row[1] == "rate")
