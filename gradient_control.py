@@ -38,7 +38,7 @@ from silentbad.model.groups import OTHER, Groups, group_parameters
 from silentbad.settings import user_code
 from silentbad.settings.check import check_part
 from silentbad.settings.control import GradientControlConfig, RuleTable, check_control, rules_of
-from silentbad.settings.registries import Examples, Judge, Parts
+from silentbad.settings.registries import Examples, Expected, Parts
 from silentbad.settings.types import Weight
 
 __all__ = [
@@ -75,7 +75,7 @@ def statistics_of(names: Sequence[str], sdxl: bool = False) -> GroupStats:
 def rule_examples(names: Sequence[str] = NAMES, sdxl: bool = False) -> Examples:
     """Statistics of these groups. Values that are not positive numbers count as neutral, so only
     the shape is judged; `LayerRates` warns of a rule that acts on no group."""
-    yield (statistics_of(names, sdxl),), Judge((len(names),), floor=None, varies=False)
+    yield (statistics_of(names, sdxl),), Expected((len(names),), floor=None, varies=False)
 
 
 # ---------------------------------------------------------------- rules
@@ -173,7 +173,7 @@ class LayerRates(Hook):
         self.rates = LearningRates()
         self.multipliers = dict.fromkeys(groups.names, 1.0)  # in force
         self.history = [{"step": 0, "multipliers": dict(self.multipliers)}]
-        self.judged = [*rules] == ["uniform"]  # whether it was checked that the rule acts
+        self.checked_effect = [*rules] == ["uniform"]  # whether it was checked that the rule acts
         self.updates = 0
         self.step = 0
         self.latest = meters
@@ -225,8 +225,8 @@ class LayerRates(Hook):
             return
         self.multipliers = dict(zip(self.groups.names, host, strict=True))
         in_force = self.updates - self.config.refresh > self.config.warmup
-        if in_force and not self.judged:  # at the first refresh after the fade-in began
-            self.judged = True
+        if in_force and not self.checked_effect:  # at the first refresh after the fade-in began
+            self.checked_effect = True
             if max(host) - min(host) < 1e-9:
                 why = "its values are NaN, not positive, or the same for all"
                 warn(f"gradient_control.name: {self.config.name} acts on no group ({why})")

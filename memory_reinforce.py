@@ -35,7 +35,7 @@ from silentbad.settings.memory import (
     check_memory,
     policies,
 )
-from silentbad.settings.registries import Examples, Judge, Parts
+from silentbad.settings.registries import Examples, Expected, Parts
 from silentbad.settings.types import Positive
 
 # A registry of `Parts` takes PATH.py:NAME too, code of your own; experiments/ has some.
@@ -63,7 +63,7 @@ def sampler_examples(records: np.ndarray) -> Examples:
     """The history before the first probe, and after one; records (n,) of each element."""
     n = len(records)
     for rho in (np.zeros((0, n)), np.linspace(0.2, 0.8, n)[None]):
-        yield (rho, records, len(rho)), Judge((n,), total=1, varies=False)
+        yield (rho, records, len(rho)), Expected((n,), total=1, varies=False)
 
 
 # ------------------------------------------------------------ timestep policies
@@ -81,7 +81,7 @@ def policy_examples() -> Examples:
     """At the start of a run, in its middle and at its end."""
     snr = np.geomspace(1e3, 1e-3, 100)
     for progress in (0.0, 0.5, 1.0):
-        yield (snr, progress), Judge((100,), floor=0.003 - 1e-9, total=1)
+        yield (snr, progress), Expected((100,), floor=0.003 - 1e-9, total=1)
 
 
 TIMESTEPS = Parts(
@@ -129,13 +129,13 @@ LOSSES = Parts(
 
 def loss_examples(prediction_type: str) -> Examples:
     """From no noise to noise alone, where the SNR is zero."""
-    yield (torch.tensor([1e3, 10.0, 1.0, 0.1, 0.0]), prediction_type), Judge((5,))
+    yield (torch.tensor([1e3, 10.0, 1.0, 0.1, 0.0]), prediction_type), Expected((5,))
 
 
 def error_examples() -> Examples:
     """Errors of both signs."""
     pred = torch.linspace(-1, 1, 64).view(1, 4, 4, 4)
-    yield (pred, -pred, 0.1), Judge((1, 4, 4, 4))
+    yield (pred, -pred, 0.1), Expected((1, 4, 4, 4))
 
 
 ERRORS = Parts(

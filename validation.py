@@ -485,7 +485,7 @@ def audit(
         return hook.verdict()
 
 
-def judge(
+def audit_pictures(
     config: ValidationConfig,
     *,
     pictures: str,
@@ -574,7 +574,7 @@ def main(arguments: list[str] | None = None, options: Audit | None = None) -> in
         )
         with fits(audit_options):
             if audit_options.pictures is not None:
-                verdict = judge(
+                verdict = audit_pictures(
                     config,
                     pictures=audit_options.pictures,
                     pipeline=audit_options.pipeline,

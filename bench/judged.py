@@ -31,7 +31,7 @@ from silentbad.measure.embedders import load_embedder
 from silentbad.measure.failures import true_copies
 from silentbad.model.latents import round_trip
 from silentbad.settings.validation import ValidationConfig
-from validation import judge
+from validation import audit_pictures
 
 KEY = ("arm", "target", "steps")
 COPIES = "copies"  # in the place of an arm
@@ -80,7 +80,7 @@ def judged(targets: Path, images: list[Image.Image], of: Judged = MICRO) -> dict
         for number, image in enumerate(images):
             image.save(pictures / f"{number:02d}.png")
         config = ValidationConfig(targets=str(targets), embedder_path=detector_of(of))
-        judge(config, pictures=str(pictures), pipeline=str(of.base), output_dir=str(out))
+        audit_pictures(config, pictures=str(pictures), pipeline=str(of.base), output_dir=str(out))
         report = json.loads((out / "validation.json").read_text())
     (of_target,) = scores(report["history"][-1])["targets"].values()
     rates = {name: of_target[name] for name in ("rate", "whole_rate")}

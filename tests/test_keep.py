@@ -46,9 +46,7 @@ def test_training_stops_where_too_little_is_kept_and_a_resume_stays_there(limite
     argv = limited(learning_rate=0.05, **{"validation.keep_by": "pixels"})
     assert main(argv) == 0
     said = capsys.readouterr().out
-    assert re.search(
-        r"step 2 of 8: -?\d\.\d\d of the base is kept, measured by pixels: less than keep 0.8; .* at step 2", said
-    )
+    assert re.search(r"step 2 of 8: -?\d\.\d\d of the base is kept by pixels, less than keep 0.8; .* at step 2", said)
     assert "best/ was not written: no measured point keeps 0.8 of the base by pixels" in said
     out = tmp_path / "run"
     assert json.loads((out / "finished.json").read_text()) == {"step": 2}
@@ -63,7 +61,7 @@ def test_training_stops_where_too_little_is_kept_and_a_resume_stays_there(limite
 def test_the_size_of_the_change_is_measured_at_every_point_where_it_is_the_limit(limited, tmp_path, capsys):
     limit = {"validation.keep": 0.99, "validation.keep_by": "size", "learning_rate": 0.05}
     assert main(limited(**limit, best_by="strict_rate")) == 0
-    assert "of the base is kept, measured by size: less than keep 0.99" in capsys.readouterr().out
+    assert "of the base is kept by size, less than keep 0.99" in capsys.readouterr().out
     last = Record.load(tmp_path / "run/validation.json").history[-1]
     assert last.step == 2 and max(stage.norm for stage in last.raw.kept.size.values()) > 0.01
 
@@ -71,7 +69,7 @@ def test_the_size_of_the_change_is_measured_at_every_point_where_it_is_the_limit
 @pytest.mark.parametrize("save_best", [True, False])
 def test_best_is_the_best_of_those_that_keep_the_limit(limited, scripted, save_best, tmp_path, capsys):
     assert main(limited(save_best=save_best)) == 0
-    assert "0.30 of the base is kept, measured by pixels" in (said := capsys.readouterr().out)
+    assert "0.30 of the base is kept by pixels" in (said := capsys.readouterr().out)
     assert "best/ holds the best pipeline that keeps 0.8 of the base by pixels" in said
     out = tmp_path / "run"
     means = {row["step"]: row["val/mean"] for row in rows(out, validation=True)}

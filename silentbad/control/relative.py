@@ -111,12 +111,13 @@ class RelativeRate:
             move(weight, before, rate * size)
             # of the scaler of fp16: 1 where the update is skipped
             if (skipped := getattr(optimizer, "found_inf", None)) is not None:
-                before = torch._foreach_mul(before, 1 - skipped)
+                before = [*torch._foreach_mul(before, 1 - skipped)]
             torch._foreach_add_(weight.factors, before, alpha=-rate * decay)
         self.before = []
 
 
 def rms(tensor: Tensor) -> Tensor:
+    """The root mean square, () in float32."""
     return tensor.detach().float().square().mean().sqrt()
 
 

@@ -66,6 +66,7 @@ def orthogonalise(matrix: Tensor, iteration: str = "newton_schulz", row_groups: 
 
 
 def directly(x: Tensor, steps: Coefficients) -> Tensor:
+    """x (m,n), m <= n -> its image under the polynomial of each step, in order."""
     for a, b, c in steps:
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

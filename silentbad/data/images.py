@@ -133,7 +133,7 @@ def open_mask(source: Path, size: tuple[int, int], where: str) -> Image.Image:
     return grey
 
 
-def alpha_mask(source: Path, where: str) -> Image.Image | None:
+def alpha_mask(source: Path | bytes, where: str) -> Image.Image | None:
     """The opaque part of a picture as a mask; None where no part of it is, or all."""
     picture = _in_8_bit(_upright(source, where), where)
     with _decoding(source, where):

@@ -124,7 +124,7 @@ def alone_around(regions: Regions) -> Iterator[str]:
     for name, covered in regions.items() if len(regions) == 1 else ():
         if surrounds(covered) and not covered.all():
             yield (
-                f"the mask of {name} covers the edges of the picture, and no mask what is inside; is "
+                f"the mask of {name} covers the edges of the picture, and no mask its middle; is "
                 f"it inverted? white is the thing"
             )
 

@@ -1,6 +1,5 @@
 """The Accelerator, its trackers, and the pictures that they log."""
 
-import importlib.metadata
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -33,7 +33,7 @@ from silentbad.data.images import open_image, to_tensor
 from silentbad.measure import failures
 from silentbad.measure.failures import Canvas, Null, Other, canvas_of
 from silentbad.measure.intervals import FALSE_POSITIVES
-from silentbad.measure.measure import DECODED, RAW, Judged, Measure
+from silentbad.measure.measure import DECODED, RAW, ComparedMasks, Measure
 from silentbad.measure.record import ElementThreshold, Range, TargetRange, Threshold
 from silentbad.measure.scores import ImageRow, null_scores
 from silentbad.measure.similarity_cache import key, remembered
@@ -168,7 +168,7 @@ def of_failures(measure: Measure, canvases: Sequence[Canvas]) -> list[NullRow]:
             for i, picture, row in zip(part, decoded, similar, strict=True):
                 j, null = nulls[i]
                 pairs = [(canvases[j].picture, null.picture), (targets[j], picture)]
-                rows.append((i, null_row(measure.judged[j], row, null, pairs)))
+                rows.append((i, null_row(measure.compared[j], row, null, pairs)))
     return [row for row in measure.gather(rows) if row is not None]
 
 
@@ -217,7 +217,7 @@ def similarities(measure: Measure) -> list[dict[str, Any]]:
 
 
 def null_row(
-    judged: Judged, row: dict[str, Any], null: Null, pairs: Sequence[tuple[Tensor, Tensor]]
+    compared: ComparedMasks, row: dict[str, Any], null: Null, pairs: Sequence[tuple[Tensor, Tensor]]
 ) -> NullRow | None:
     """The row of a failure. `pairs`: (target, failure), (3,S,S) each, as made and after the
     autoencoder.
@@ -230,9 +230,9 @@ def null_row(
 
     elements = list[float | None](row["elements"])
     changed = [k for k in range(len(elements)) if null.changed is None or k in null.changed]
-    masked = [k for k in changed if judged.elements[k] is not None]
-    same = [k for k in masked if not differs(judged.elements[k])]
-    of_whole = (null.changed is None or null.kind == TRAINING) and differs(judged.whole)
+    masked = [k for k in changed if compared.elements[k] is not None]
+    same = [k for k in masked if not differs(compared.elements[k])]
+    of_whole = (null.changed is None or null.kind == TRAINING) and differs(compared.whole)
     if not of_whole and len(same) == len(changed):
         return None
     for k in same:

@@ -79,7 +79,7 @@ class Embedder:
         """Images (B,3,H,W) in [0,1] -> features (B,...)."""
         raise NotImplementedError
 
-    def judged(self, masks: Masks) -> tuple[Tensor | None, Masks]:
+    def compared_masks(self, masks: Masks) -> tuple[Tensor | None, Masks]:
         """The masks (1,h,w) inside which pictures are compared, from the masks of a target's
         elements: for the whole (None: all of it), and for each element."""
         return None, masks
@@ -195,7 +195,7 @@ class Copy(Micro):
         super().__init__(path, device)
         self.shapes.append((3, self.SIDE, self.SIDE))
 
-    def judged(self, masks: Masks) -> tuple[Tensor | None, Masks]:
+    def compared_masks(self, masks: Masks) -> tuple[Tensor | None, Masks]:
         small = [m if m is None else resize(m[None], (self.SIDE, self.SIDE))[0] for m in masks]
         inners = [m if m is None else inner(m) for m in small]
         return whole_of(small, inners), inners
@@ -316,7 +316,7 @@ class Transformer(Embedder):
 
 
 class CLIP(Transformer):
-    """Image features of a CLIP model; `text` embeds prompts, for CLIPScore and prompt cosines."""
+    """Image features of a CLIP model; `text` embeds prompts, for CLIPScore."""
 
     name = "clip"
     default = "openai/clip-vit-base-patch32"

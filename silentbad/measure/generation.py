@@ -1,8 +1,7 @@
 """Prompts of a validation, and the images a Stable Diffusion pipeline makes of them.
 
 A cell is a kind of prompt: composed, described, shuffled, phrase-k, without-k, paraphrase-k,
-others, unrelated. `config` is a ValidationConfig, of which the sampler reads max_batch, resolution,
-num_inference_steps, guidance_scale and guidance_rescale."""
+others, unrelated. `config` is a ValidationConfig."""
 
 import copy
 import random

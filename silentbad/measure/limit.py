@@ -59,5 +59,4 @@ class Limit:
         share = self.kept(entry)
         if share is None or share >= self.share:
             return None
-        kept = f"{share:.2f} of the base is kept, measured by {self.by}"
-        return f"{kept}: less than keep {self.share:g}"
+        return f"{share:.2f} of the base is kept by {self.by}, less than keep {self.share:g}"

@@ -34,7 +34,7 @@ RAW = "raw"
 DECODED = "decoded"
 
 
-class Judged(NamedTuple):
+class ComparedMasks(NamedTuple):
     """The masks (1,h,w) inside which pictures are compared with a target: for the whole (None: all
     of it), and for each element."""
 
@@ -87,7 +87,7 @@ class Measure:
             [None if mask is None else to_tensor(mask)[:1] for mask in target.masks or []]
             for target in targets
         ]
-        self.judged = [Judged(*embedder.judged(masks)) for masks in self.masks]
+        self.compared = [ComparedMasks(*embedder.compared_masks(masks)) for masks in self.masks]
         # the reference is the target's file for renders of a world (with redraws) and for given
         # pictures without a pipeline; else the file after the autoencoder, as for photographs
         decodes = not self.uses_redraws and sampler.decodes
@@ -127,11 +127,11 @@ class Measure:
             with left_as_found():
                 wholes = [
                     self.embedder.reference(picture, whole)
-                    for picture, (whole, _) in zip(pictures, self.judged, strict=True)
+                    for picture, (whole, _) in zip(pictures, self.compared, strict=True)
                 ]
                 elements = [
                     [None if m is None else self.embedder.reference(picture, m) for m in masks]
-                    for picture, (_, masks) in zip(pictures, self.judged, strict=True)
+                    for picture, (_, masks) in zip(pictures, self.compared, strict=True)
                 ]
             self._references[kind] = References(wholes, elements)
         return self._references[kind]
@@ -143,7 +143,7 @@ class Measure:
         for j in set(target_of):
             places = [i for i, target in enumerate(target_of) if target == j]
             images_of_target = images[places]
-            whole = self.judged[j].whole
+            whole = self.compared[j].whole
             features = (
                 self.embedder.embed(images_of_target)
                 if whole is None
@@ -157,7 +157,7 @@ class Measure:
             }
             columns: list[Sequence[float | None]] = [
                 [None] * len(places) if mask is None else self._of_element(images_of_target, j, k)
-                for k, mask in enumerate(self.judged[j].elements)
+                for k, mask in enumerate(self.compared[j].elements)
             ]
             for n, i in enumerate(places):
                 elements = [column[n] for column in columns]
@@ -173,7 +173,7 @@ class Measure:
 
     def _of_element(self, images: Tensor, j: int, k: int) -> list[float]:
         """Similarities of the images' region to element k of target j, which has a mask."""
-        mask = self.judged[j].elements[k]
+        mask = self.compared[j].elements[k]
         feature = self.references(self.reference).elements[j][k]
         assert mask is not None and feature is not None
         features_of_region = self.embedder.of_region(images, mask.to(images.device))

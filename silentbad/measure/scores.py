@@ -45,7 +45,7 @@ class ImageRow(TypedDict):
 
 
 class Row(ImageRow, total=False):
-    """What was measured on one generation; CLIP's cosines where there is a CLIP."""
+    """What was measured on one generation."""
 
     magnitude: float | None
     raw: float  # similarity to the target's file

@@ -58,14 +58,7 @@ def verdict_of(record: Record) -> Verdict:
     ranked = (RECOVERED, UNDECIDED, IN_PART)
     state = next((s for s in ranked if s in states.values()), NOT_RECOVERED)
     if state == RECOVERED:
-        general = list[str]()
-        if p_value is not None and p_value >= LEVEL:
-            general.append("the number of passing images is consistent with chance")
-        if record.placebo is not None and record.placebo.interval[0] <= 0:
-            general.append("training on placebo data gives as much")
-        if record.withheld is not None and record.withheld.interval[0] <= 0:
-            elements = ", ".join(record.withheld.elements)
-            general.append(f"training without {elements} gives as much")
+        general = [*_general_doubts(record, p_value)]
         state = UNDECIDED if general else RECOVERED
         reasons = general + reasons
     return Verdict(
@@ -81,6 +74,16 @@ def verdict_of(record: Record) -> Verdict:
         parts=texts or None,
         to_try=to_try(record, failing) or None,
     )
+
+
+def _general_doubts(record: Record, p_value: float | None) -> Iterator[str]:
+    """Reasons to doubt that concern the run, not one target."""
+    if p_value is not None and p_value >= LEVEL:
+        yield "the number of passing images is consistent with chance"
+    if record.placebo is not None and record.placebo.interval[0] <= 0:
+        yield "training on placebo data gives as much"
+    if record.withheld is not None and record.withheld.interval[0] <= 0:
+        yield f"training without {', '.join(record.withheld.elements)} gives as much"
 
 
 def _state(record: Record, j: int, parts: Sequence[Part]) -> tuple[str, list[str]]:

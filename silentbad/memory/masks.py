@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageChops, ImageFilter, ImageStat
 
 from silentbad.errors import UserError
-from silentbad.settings.registries import Examples, Judge, Parts
+from silentbad.settings.registries import Examples, Expected, Parts
 from silentbad.settings.types import Share
 
 
@@ -106,8 +106,10 @@ def mask_to_image(mask: torch.Tensor) -> Image.Image:
     return Image.fromarray((mask[0].clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy())
 
 
-# A region weight is (B,1,h,w) of mean one over each picture, so that the loss is sum(w err)/sum(w).
+# A region weight of mask (B,1,H,W), has_mask (B,), estimated (B,1,h,w) or None and size (h,w) is
+# (B,1,h,w) of mean one over each picture, so that the loss is sum(w err)/sum(w).
 def everywhere(mask, has_mask, estimated, size):
+    """An even weight."""
     return torch.ones((len(mask), 1, *size), device=mask.device)
 
 
@@ -143,7 +145,7 @@ def region_examples() -> Examples:
     mask[..., 2:6, 2:6] = 1
     has_mask = torch.tensor([True, False])
     estimated = F.interpolate(mask, size=(4, 4), mode="area")
-    yield (mask, has_mask, estimated, (4, 4)), Judge((2, 1, 4, 4), total=32)
+    yield (mask, has_mask, estimated, (4, 4)), Expected((2, 1, 4, 4), total=32)
 
 
 REGION = Parts(

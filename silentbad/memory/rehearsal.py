@@ -60,6 +60,7 @@ class Others:
 
 # A rehearsal gets a drawn record (a dict of Reader.load) and returns a replacement, or None.
 def no_rehearsal(record: dict, g: torch.Generator, others: Others) -> dict | None:
+    """Every record is shown as it is."""
     return None
 
 
@@ -68,6 +69,7 @@ def shuffled(options: list, g: torch.Generator) -> list:
 
 
 def any_record(info: DataInfo, element: int, g: torch.Generator) -> int:
+    """A record of this element."""
     rows = info.rows[element]
     return int(rows[int(torch.randint(len(rows), (), generator=g))])
 

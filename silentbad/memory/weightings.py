@@ -20,4 +20,5 @@ def flow_sigma(snr: torch.Tensor) -> torch.Tensor:
 
 
 def mse(pred: torch.Tensor, target: torch.Tensor, delta: float) -> torch.Tensor:
+    """The squared error, of the shape of both."""
     return (pred - target).square()

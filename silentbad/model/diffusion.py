@@ -118,8 +118,9 @@ def to_epsilon(
 def dream(
     model: Callable, scheduler, latents, noise, timesteps, noisy_latents, preservation: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """DREAM (2312.00210) by diffusers' function -> (noisy latents, target) rectified by the
-    model's own noise estimate. It knows epsilon only: v and x0 are read as epsilon on the way in,
+    """DREAM (2312.00210) by diffusers' function: latents, noise, noisy latents (B,C,h,w) and
+    timesteps (B,) -> (noisy latents, target), each (B,C,h,w), rectified by the model's own noise
+    estimate. It knows epsilon only: v and x0 are read as epsilon on the way in,
     and turned back."""
 
     def as_epsilon(noisy_latents, timesteps, encoder_hidden_states):

@@ -111,7 +111,7 @@ def _by_chance(record: Record) -> list[str]:
         return []
     p = "" if verdict.p_value is None else f" (p {probability(verdict.p_value)})"
     share = rounded(verdict.expected_by_chance / verdict.images)
-    return [f"Of pictures like the nulls at most {share} pass by chance{p}."]
+    return [f"At most {share} of pictures like the nulls pass by chance{p}."]
 
 
 def _less(how: str, control: Placebo) -> list[str]:

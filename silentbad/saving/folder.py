@@ -1,7 +1,6 @@
 """A run's folder: its files, and the versions, commit and hardware it records."""
 
 import importlib.metadata
-import importlib.util
 import json
 import math
 import platform

@@ -58,7 +58,7 @@ class GradientControlConfig:
         idle="warned",
     )
     spectral: bool = option(
-        False, "move each matrix equally far in all its directions (Muon): the rare ones as fast"
+        False, "update matrices by Muon: rare directions move as far as frequent ones"
     )
     spectral_except: list[str] = option(
         [],

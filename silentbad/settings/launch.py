@@ -6,7 +6,7 @@ from silentbad.errors import UserError
 
 
 def launched(name: str) -> bool:
-    """Whether `accelerate launch` was told to use FSDP, DEEPSPEED or MEGATRON_LM."""
+    """Whether `accelerate launch` requests FSDP, DEEPSPEED or MEGATRON_LM."""
     return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true")
 
 

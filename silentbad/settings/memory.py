@@ -114,7 +114,6 @@ class MemoryConfig:
     retention: Part = field(default_factory=Part)  # what keeps clean prompts as they were
 
 
-AUXILIARY = ("distillation", "retention")  # slots of losses beside the loss
 # REHEARSED: rehearsals whose records have the role rehearsal. PLACED: rehearsals that need masks of
 # the elements and a region of the loss (silentbad/settings/rules.py).
 REHEARSED = ("leak_free", "pairwise", "pairwise_captions")

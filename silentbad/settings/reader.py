@@ -295,7 +295,9 @@ class Entries:
             holder = holder.setdefault(name, {})
             name = part
             if not isinstance(holder, dict):
-                raise UserError(f"{key} ({where(key)}): stands below a value that has no parts")
+                raise UserError(
+                    f"{key} ({where(key)}): the key above it has one value, not keys of its own"
+                )
         holder[name] = value
         for earlier in [k for k in self.sources if k.startswith(f"{key}.")]:
             del self.sources[earlier]

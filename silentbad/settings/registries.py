@@ -26,7 +26,7 @@ NAMESPACE = {**vars(typing), **vars(types), "math": math, "Any": Any}
 
 
 @dataclass(frozen=True)
-class Judge:
+class Expected:
     """Checks the return value of a part: numbers of this shape, finite, at least `floor`, not all
     zero, with the sum `total`; with `floor` None only the shape."""
 
@@ -35,7 +35,7 @@ class Judge:
     total: float | None = None
     varies: bool = True  # one number everywhere has no effect
 
-    def complaint(self, value: Any) -> str | None:
+    def fault(self, value: Any) -> str | None:
         """The fault of an array or a tensor, or None."""
         shape = getattr(value, "shape", None)
         if shape is None or tuple(shape) != self.shape:
@@ -55,14 +55,14 @@ class Judge:
         return None
 
 
-Examples = Iterable[tuple[tuple[Any, ...], Judge]]
+Examples = Iterable[tuple[tuple[Any, ...], Expected]]
 
 
 class Parts(UserDict[str, Any]):
     """A dict of parts by name; a place, PATH.py:NAME, is a name too.
 
     `key` is the setting that chooses a part. `takes` names the arguments of a part. `examples`
-    gives such arguments, each with the Judge of the value that a part returns for them."""
+    gives such arguments, each with the Expected of the value that a part returns for them."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Parts(UserDict[str, Any]):
     def try_part(
         self, name: str, options: Mapping[str, Any], examples: Examples | None = None
     ) -> None:
-        """Refuse a part that fails on the examples or returns values that their Judge rejects; warn
+        """Refuse a part that fails on the examples or returns values that their Expected rejects; warn
         where it returns one number everywhere. Its own examples run once a start, although the
         command and the objects that it builds both call this."""
         part = self[name]
@@ -114,7 +114,7 @@ class Parts(UserDict[str, Any]):
         for arguments, judge in self.examples() if examples is None else examples:
             with user_errors(f"{self.key}: {name} fails"):
                 value = part(*arguments, **options)
-            if wrong := judge.complaint(value):
+            if wrong := judge.fault(value):
                 raise UserError(f"{self.key}: {name} returns {wrong}")
             expected = expected or judge.varies
             varies = varies or judge.varies and float(value.min()) < float(value.max())

@@ -38,7 +38,7 @@ class Facts:
 
     optimizer: OptimizerFacts | None = None
     family: Any = None  # silentbad.model.family.Family, once the pipeline's index was read
-    sharded: bool = False  # `accelerate launch` was told to use FSDP
+    sharded: bool = False  # `accelerate launch` requests FSDP
     redraws: bool | None = None  # whether there are redraws beside the targets
     masks: bool | None = None  # whether an element of a target has a mask
 
@@ -193,7 +193,7 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     },
     "memory.region.name=none": {
         "memory.rehearsal.name=joint_captions|pairwise|pairwise_captions": (
-            "{a_value} needs memory.region.name=mask: its loss is where elements stand"
+            "{a_value} needs memory.region.name=mask or estimated, which keep the loss to the elements"
         ),
     },
     "memory.sampler.clean_ratio=0.0": {

@@ -116,7 +116,7 @@ class PriorSettings:
         "something else under the element's words",
     )
     unconditional: Unit = of_prior(
-        0.0, "share of them that are drawn and shown without a prompt: of all that the base knows"
+        0.0, "share of these pictures that are drawn and trained on without a prompt"
     )
     guidance_scale: Annotated[float, Interval(ge=0, le=1e4)] = of_prior(
         7.5, "of these pictures; about 2 for the bundled base"
@@ -176,7 +176,7 @@ class TrainConfig(DataSettings):
     )
     bucket_step: Side | None = ours(
         None,
-        "their sides are multiples of it; unset: 64 if that fits, else the pipeline's least",
+        "bucket sides are its multiples; unset: 64 if that fits, else the pipeline's smallest step",
         needs="buckets",
     )
     image_interpolation_mode: Interpolation = flag(
@@ -221,7 +221,7 @@ class TrainConfig(DataSettings):
         False, "write into a folder of output_dir named by the time of the start"
     )
     run_suffix: Suffix | None = ours(None, "added to that name", needs="stamp_output_dir")
-    overwrite_output_dir: bool = ours(False, "delete the earlier run that stands in output_dir")
+    overwrite_output_dir: bool = ours(False, "delete an earlier run in output_dir")
     train_batch_size: Annotated[int, Interval(ge=1, le=4096)] = flag(
         16, "samples a micro-batch and process; gradient_accumulation_steps makes larger batches"
     )

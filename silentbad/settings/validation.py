@@ -73,9 +73,7 @@ class ValidationConfig:
         None, "sscd: its TorchScript or .onnx file; others: local folder or Hub id of the weights"
     )
     embedder_sha256: str | None = measured(None, "sscd: refuse a file with another SHA-256")
-    clip_path: Location | None = measured(
-        None, "a CLIP for CLIPScore and prompt cosines; unset: not measured"
-    )
+    clip_path: Location | None = measured(None, "a CLIP for CLIPScore; unset: not measured")
     threshold: Cosine | None = measured(None, "unset: calibrated for each target")
     false_positive_rate: Rate = measured(0.01, "of the calibrated threshold, per image")
     calibration: Literal["auto", "redraws", "failures"] = measured(
@@ -106,7 +104,7 @@ class ValidationConfig:
     )
     prompts: Location | None = of_unrelated(
         None,
-        "text file of these, one a line; unset: captions of held-out clean records, else plain",
+        "text file of unrelated prompts, one a line; unset: captions of held-out clean records, else a bundled list",
     )
     judge: Location | None = of_unrelated(
         None, "PATH.py:NAME of a function (captions, images) that counts the things right in them"

@@ -10,7 +10,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -153,7 +153,7 @@ def metadata_rows(options: ScanOptions, parts: list[RecordPart]) -> Iterator[tup
     """(where, entry) of the metadata; of other sources, what a metadata.jsonl would hold."""
     root = Path(options.train_data_dir or "")
     named = partial(csv_lines, needed=options.image_column or "file_name")
-    readers = {"metadata.jsonl": json_lines, "metadata.csv": named}
+    readers: dict[str, Callable] = {"metadata.jsonl": json_lines, "metadata.csv": named}
     for place in (root / name for name in (*readers, *(f"train/{name}" for name in readers))):
         if options.dataset_name is None and place.is_file():
             yield from readers[place.name](place)

@@ -60,7 +60,7 @@ def test_an_only_mask_that_surrounds_something_is_asked_about(capsys):
     speck.paste(0, (40, 40, 60, 50))  # 98 % are white
     cut_apart(["a", "b"], [ImageChops.invert(LAMP), None], "here")
     cut_apart(["a", "b"], [speck, None], "here")
-    line = "here: the mask of 'a' covers the edges of the picture, and no mask what is inside; is it inverted?"
+    line = "here: the mask of 'a' covers the edges of the picture, and no mask its middle; is it inverted?"
     assert capsys.readouterr().err == f"warning: {line} white is the thing\n" * 2
     cut_apart(["a", "b"], [LAMP, ImageChops.invert(LAMP)], "here")
     cut_apart(["a", "b"], [FULL, None], "here")

@@ -390,7 +390,7 @@ def test_the_verdict_in_words_has_the_stored_numbers():
         "Recovered. 12 of 16 images of the composed prompt reach the threshold of the whole and of every element",
         f"strict rate 0.75 (95 % interval {low:.2f} to {high:.2f})",
         "The base model has the rate 0.00.",
-        "Of pictures like the nulls at most 0.01 pass by chance (p < 0.0001).",
+        "At most 0.01 of pictures like the nulls pass by chance (p < 0.0001).",
         "gives 0.12: the difference is 0.62 (95 % interval 0.50 to 0.75, over the images of these 2 targets).",
     ):
         assert part in words

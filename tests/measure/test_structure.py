@@ -54,7 +54,7 @@ def test_what_training_never_shows_changes_no_score(seed):
     target = photographs.make_target(seed)
     judge = EMBEDDERS["copy"]
     masks = [mask for _, mask in target.elements]
-    whole, elements = judge.judged([to_tensor(mask)[:1] for mask in masks])
+    whole, elements = judge.compared_masks([to_tensor(mask)[:1] for mask in masks])
     picture = measured.small(target.picture)[None]
     unseen = never_shown(masks)
     assert 0.03 < unseen.mean() < 0.3
@@ -66,9 +66,9 @@ def test_what_training_never_shows_changes_no_score(seed):
 
 
 def test_without_masks_the_whole_is_judged():
-    assert EMBEDDERS["copy"].judged([None, None]) == (None, [None, None])
+    assert EMBEDDERS["copy"].compared_masks([None, None]) == (None, [None, None])
     mask = disc(10)
-    assert EMBEDDERS["micro"].judged([mask, None]) == (None, [mask, None])  # its worlds show the rim
+    assert EMBEDDERS["micro"].compared_masks([mask, None]) == (None, [mask, None])  # its worlds show the rim
 
 
 # -- plain surfaces ----------------------------------------------------------------------------
@@ -134,7 +134,7 @@ PICTURES = {"micro": lambda: microworld("1"), "copy": astronaut}
 def test_other_colours_fail_the_whole_and_the_element(name, change):
     judge = EMBEDDERS[name]
     picture, masks = PICTURES[name]()
-    whole, elements = judge.judged(masks)
+    whole, elements = judge.compared_masks(masks)
     whole = EVERYWHERE if whole is None else whole
     changed = CHANGES[change](picture)
     for mask in (whole, elements[0]):
@@ -175,7 +175,7 @@ def test_larger_images_are_judged_as_small_ones():
     """A region is cut at 64 pixels, whatever side images are drawn at."""
     target = photographs.photograph("astronaut")
     judge: Copy = EMBEDDERS["copy"]
-    _, elements = judge.judged([to_tensor(mask)[:1] for _, mask in target.elements])
+    _, elements = judge.compared_masks([to_tensor(mask)[:1] for _, mask in target.elements])
     large = to_tensor(target.picture)[None]
     for mask in elements:
         assert judge.paired(judge.of_region(large, mask), judge.reference(large, mask)).item() > 0.999

@@ -21,7 +21,7 @@ from silentbad.measure.calibrate import (
     threshold_of,
 )
 from silentbad.measure.intervals import fewer_by_chance
-from silentbad.measure.measure import Judged
+from silentbad.measure.measure import ComparedMasks
 from silentbad.measure.record import (
     ElementThreshold,
     Measurement,
@@ -251,16 +251,16 @@ def test_a_picture_moved_by_a_pixel_is_the_same_and_one_without_its_bricks_is_no
 def test_a_failure_tells_of_what_looks_different_alone():
     left = torch.zeros(1, SIDE, SIDE)
     left[..., :32] = 1
-    judged_parts = Judged(None, [left, 1 - left])
+    compared = ComparedMasks(None, [left, 1 - left])
     target = torch.full((3, SIDE, SIDE), 0.5)
     row = {"target": 0, "sim": 0.9, "elements": [0.9, 0.4]}
     mirrored = failures.Null("mirrored", (0,), target)
-    assert null_row(judged_parts, row, mirrored, [(target, target)]) is None
+    assert null_row(compared, row, mirrored, [(target, target)]) is None
     changed = failures.Null("the whole in grey", None, target * left + 0.2 * (1 - left))
     pairs = [(target, changed.picture)]
-    assert null_row(judged_parts, row, changed, pairs)["elements"] == [None, 0.4]
+    assert null_row(compared, row, changed, pairs)["elements"] == [None, 0.4]
     pairs.append((target, target))  # the autoencoder leaves nothing of the change
-    assert null_row(judged_parts, row, changed, pairs) is None
+    assert null_row(compared, row, changed, pairs) is None
 
 
 def test_what_has_little_colour_is_told_from_its_recolouring(tmp_path):
