@@ -88,10 +88,9 @@ build = partial(connect, controller=Controller, memory_class=Memory, recovery_cl
 def train(run: Run) -> int:
     """Returns 0, or 128 + the number of the signal that stopped it."""
     requests = Requests(run.folder)
-    if run.recovery is not None:
-        run.recovery.sampler.between_batches = requests.between_batches
-    if run.sheet is not None:
-        run.sheet.sampler.between_batches = requests.between_batches
+    for hook in (run.sheet, run.recovery):
+        if hook is not None:
+            hook.sampler.between_batches = requests.between_batches
     try:
         return steps(run, requests)
     except Interrupted:
@@ -115,10 +114,9 @@ def steps(run: Run, requests: Requests) -> int:
     measured = None  # the last step at which something was measured
     with requests, run.checkpoints.rescue(run.loader), bar:
         while state.step < state.total:
-            sheet_due = run.sheet is not None and run.sheet.should_run(state.step)
-            hook_due = any(hook.should_run(state.step) for hook in run.hooks)
+            due = any(hook.should_run(state.step) for hook in run.hooks)
             # a skipped update leaves the weights as they were measured
-            if (sheet_due or hook_due) and state.step != measured:
+            if due and state.step != measured:
                 measured = state.step
                 with bar.paused("measuring" if state.step else "measuring the base model"):
                     validate(run)
@@ -300,8 +298,6 @@ def boundary(run: Run, requests: Requests, bar: Bar) -> int:
     due = stop or save or state.step % config.checkpointing_steps == 0
     if due and not config.dry_run:
         run.checkpoints.save("signal" if stop or save else "interval")
-    if config.validation_prompts and not inside and epoch % config.validation_epochs == 0:
-        run.products.draw_prompts()
     if asked_to_validate and not stop:
         with bar.paused("measuring"):
             validate(run, asked=True)
@@ -309,14 +305,9 @@ def boundary(run: Run, requests: Requests, bar: Bar) -> int:
 
 
 def validate(run: Run, asked: bool = False, final: bool = False) -> None:
-    """Draw the sample prompts, measure recovery, write the report so far; on all processes. A
-    better pipeline is written before the previous best one is deleted."""
+    """Run the hooks that are due, write the report so far; on all processes. A better pipeline is
+    written before the previous best one is deleted."""
     state = run.state
-    if run.sheet is not None and run.sheet.should_run(state.step, asked, final):
-        weights = averaged(state.model, state.ema, state.optimizer)
-        with run.timers.of("validate"), drawing_fits(run.config), weights:
-            run.sheet.run(state.step, pipeline.whole_parts(run.parts).model)
-
     due = [hook for hook in run.hooks if hook.should_run(state.step, asked, final)]
     scores: dict[str, Any] = {}
     if due:
@@ -325,7 +316,8 @@ def validate(run: Run, asked: bool = False, final: bool = False) -> None:
             model = pipeline.whole_parts(run.parts).model
             for hook in due:
                 scores |= hook.run(state.step, state.epoch, model, state.ema, final)
-        run.log.validation(scores)
+        if scores:
+            run.log.validation(scores)
     if run.recovery is not None and run.recovery in due and run.recovery.keeps():
         better = state.improved(best_score(scores, run.config.best_by))
         if better and (run.config.save_best or run.recovery.limit is not None):
@@ -349,14 +341,11 @@ def report(run: Run, under_way: bool = False) -> None:
 
 
 def finish(run: Run) -> None:
-    """Last checkpoint, last validation, pipeline, prompt images, report; then the upload, which
-    may fail."""
+    """Last checkpoint, last validation, pipeline, report; then the upload, which may fail."""
     with run.folder.writing("the results of the run"):
         run.checkpoints.save("end")
         validate(run, final=True)
         save_pipeline(run, run.folder.pipeline)
-        if run.config.validation_prompts:
-            run.products.draw_prompts()
         report(run)
         run.folder.write("finished.json", {"step": run.state.step})
     if run.recovery is not None:

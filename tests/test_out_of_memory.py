@@ -1,6 +1,5 @@
 """Memory that runs out, of the device or of this machine: fewer at once, or one line with what helps."""
 
-import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -136,28 +135,6 @@ def test_drawing_while_training(drawn, flags, data, tmp_path, monkeypatch, capsy
     assert main(flags(max_train_steps=1, **settings)) == 2
     line = line_of(capsys)
     assert line.startswith("error: validation.resolution: memory ran out (") and line.endswith("(mixed_precision)")
-
-
-@pytest.mark.parametrize("limit", [2, 0])
-def test_prompts_are_drawn_in_batches_after_the_pipeline_is_saved(limit, flags, tmp_path, monkeypatch, capsys):
-    usual = pipeline.draw_images
-    drawn = []
-
-    def draw(pipe, prompts, *more, **named):
-        assert (tmp_path / "run" / "pipeline" / "model_index.json").is_file() and len(prompts) <= 4
-        images = beyond(limit, lambda prompts: usual(pipe, prompts, *more, **named))(prompts)
-        drawn.append(named["numbers"])
-        return images
-
-    monkeypatch.setattr(pipeline, "draw_images", draw)
-    prompts = ["a red cat", "a hat", "a red cat", "a cat", "a red hat"]
-    argv = flags(max_train_steps=1, **{"validation.max_batch": 4, "validation_prompts": json.dumps(prompts)})
-    assert main(argv) == (0 if limit else 2)
-    files = list((tmp_path / "run" / "samples" / "prompts").glob("*.png"))
-    if limit:
-        assert drawn == [[0, 1], [2, 3], [4]] and len({file.read_bytes() for file in files}) == 5
-    else:
-        assert "memory ran out" in line_of(capsys) and not files
 
 
 # ---------------------------------------------------------------- the other commands

@@ -65,7 +65,7 @@ def test_smoke_pipeline_loads_with_plain_diffusers(flags, data, tmp_path):
     assert [row["step"] for row in rows(out, validation=True)] == [0, 2, 3]
     assert all(math.isfinite(row["loss"]) for row in rows(out))
     assert (out / "best" / "model_index.json").is_file() and (out / "epochs" / "epoch-1" / "unet").is_dir()
-    assert len(list((out / "samples" / "prompts").glob("*.png"))) >= 2
+    assert len(list((out / "samples" / "sample_prompts").glob("*.png"))) >= 2
     facts = json.loads((out / "run.json").read_text())
     assert facts["versions"]["torch"] in torch.__version__ and facts["device"] == f"cpu: {device.device_name('cpu')}"
 

@@ -29,7 +29,7 @@ from silentbad.loop.products import Products
 from silentbad.loop.resume import Checkpoints
 from silentbad.loop.state import TrainState
 from silentbad.measure.embedders import embedder_of
-from silentbad.measure.prompts import PromptSheet
+from silentbad.measure.prompts import PromptSheet, prompts_due
 from silentbad.measure.redraws import load_redraws
 from silentbad.measure.weight_change import base_files
 from silentbad.memory.auxiliary import ModelAccess
@@ -70,7 +70,7 @@ class Run:
     loader: Loader
     recovery: "RecoveryHook | None"
     sheet: PromptSheet | None
-    prompts: int  # number of sample prompts, also in a dry run, which has no sheet
+    prompts: int  # plain prompts, also in a dry run, which has no sheet
     meters: Meters
     timers: Timers
     checkpoints: Checkpoints
@@ -135,8 +135,7 @@ def build(
     if config.decay_to_base:
         hooks.append(DecayToBase(optimizer, config.decay_to_base / loaded.steps))
     hooks.append(RelativeChange(parts.model, every=config.log_every, total=loaded.steps))
-    if recovery is not None:
-        hooks.append(recovery)
+    hooks += [hook for hook in (sheet, recovery) if hook is not None]
 
     # State, and the files that are written of it
     meters = Meters()
@@ -203,7 +202,7 @@ def load(config: TrainConfig, accelerator: Accelerator, folder: RunFolder, shard
     )
     side = pipeline.resolution(parts, config.resolution)
     drawn = pipeline.drawn_side(parts, config.validation.resolution)
-    if drawn != side and (inputs.targets or inputs.prompts or config.validation_prompts):
+    if drawn != side and (inputs.targets or inputs.prompts):
         warn(
             f"resolution: training uses {side} pixels, images are drawn at {drawn}; "
             "validation.resolution sets the latter"
@@ -305,13 +304,14 @@ def make_loader(loaded: Loaded, memory: "Memory") -> Loader:
 
 
 def make_sheet(loaded: Loaded) -> PromptSheet | None:
-    """The object that draws the sample prompts, or None if there are none."""
+    """The hook that draws plain prompts, or None if there are none."""
     config = loaded.config
     if not loaded.inputs.prompts or config.dry_run:
         return None
     return PromptSheet(
         loaded.inputs.prompts,
         config.validation,
+        prompts_due(config, loaded.steps_per_epoch),
         components=loaded.parts.components(),
         accelerator=loaded.accelerator,
         output_dir=loaded.folder.path,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from silentbad.loop.trains import file_bytes, memory, share, size, weight_bytes, whole_bytes
-from silentbad.measure.prompts import on_grid
+from silentbad.measure.prompts import on_grid, prompts_due
 
 WARM = 2  # steps, which compile, fill caches and make the optimizer's state
 MEASURED = 3  # steps after these
@@ -100,18 +100,20 @@ class Forecast:
 
     def draws(self) -> bool:
         """Whether the run draws images: the peak of memory must then include drawing one."""
-        return bool(self.images() or self.run.config.validation_prompts)
+        return bool(self.images())
 
     def images(self) -> int:
-        """Pictures that validations and sample prompts draw, without controls."""
+        """Pictures that validations and plain prompts draw, without controls."""
         config = self.run.config
         steps = range(self.begun, self.planned)
         points = 1 + sum(on_grid(config.validation, step) for step in steps)
+        due = prompts_due(config, self.run.state.steps_per_epoch)
+        prompts = (1 + sum(map(due, steps))) * self.run.prompts
         weights = 1 + (config.use_ema and config.validation.weights == "both")
         targets = len(self.run.products.targets) * config.validation.images_per_target
         unrelated = config.validation.unrelated_images if targets else 0
         at_points = min(points, 2) if config.validation.keep is None else points
-        return points * (targets * weights + self.run.prompts) + at_points * unrelated * weights
+        return points * targets * weights + prompts + at_points * unrelated * weights
 
     def memory(self) -> str:
         """The peak so far."""

@@ -58,9 +58,10 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
     validation = config.validation
     prompts = []
     if config.sample_prompts is not None:
-        prompts = load_prompts(config.sample_prompts, tokenizer)
+        prompts += load_prompts(config.sample_prompts, tokenizer)
     for prompt in config.validation_prompts or []:
         check_window(prompt, tokenizer, f"validation_prompts: {brief(prompt)}")
+        prompts.append(prompt)
     targets = load_targets(validation.targets) if validation.targets else []
     load_redraws(validation.targets, targets, decode=True)
     prior_settings = config.prior_preservation

@@ -1,5 +1,4 @@
-"""The products of a run beside its checkpoints: pipelines with their card, prompt images, records
-for the report."""
+"""The products of a run beside its checkpoints: pipelines with their card, records for the report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +9,8 @@ import torch
 
 from silentbad.data.elements import DataInfo
 from silentbad.data.targets import Target
-from silentbad.device import explain_out_of_memory, in_batches
+from silentbad.device import explain_out_of_memory
 from silentbad.errors import UserError, writing
-from silentbad.loop import trackers
 from silentbad.loop.lighter import drawing_fits
 from silentbad.loop.state import BINS, TrainState
 from silentbad.model import pipeline
@@ -72,30 +70,6 @@ class Products:
             missing=[name for name in family.optional if name not in self.parts.components()],
         )
         checkpoint.save(path, lambda draft: pipeline.save_pipeline(parts, draft, card_text))
-
-    def draw_prompts(self) -> None:
-        """validation_prompts, drawn with the averaged weights where there are some, at most
-        `validation.max_batch` at once."""
-        parts = pipeline.whole_parts(self.parts)
-        if self.accelerator.is_main_process:
-            prompts = self.config.validation_prompts or []
-            pipe = pipeline.pipeline(parts)
-            fits = drawing_fits(self.config)
-
-            def draw(numbers: list[int]) -> list[Any]:
-                some = [prompts[number] for number in numbers]
-                return pipeline.draw_images(
-                    pipe, some, self.config.seed, size=self.side, numbers=numbers
-                )
-
-            images: list[Any] = []
-            numbers = list(range(len(prompts)))
-            with fits, self._averaged(), self.encoder.on_device(), self.accelerator.autocast():
-                for _, drawn in in_batches(numbers, self.config.validation.max_batch, draw):
-                    images += drawn
-            place = self.folder.path / "samples" / "prompts"
-            trackers.save_images(images, place, self.state.step, self.accelerator)
-        self.accelerator.wait_for_everyone()
 
     @property
     def side(self) -> int:

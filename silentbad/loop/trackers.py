@@ -1,10 +1,8 @@
 """The Accelerator, its trackers, and the pictures that they log."""
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
@@ -43,17 +41,3 @@ def start(accelerator: Accelerator, config: TrainConfig, values: dict[str, Any],
     # each tracker raises errors of its own
     with user_errors(f"report_to: {config.report_to} does not start", "fix its setup, or use none"):
         accelerator.init_trackers(config.tracker_project_name, plain, resumed)
-
-
-def save_images(images: list[Any], folder: Path, step: int, accelerator: Any) -> None:
-    """PNG files and tracker images."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, image in enumerate(images):
-        image.save(folder / f"step-{step:06d}-{number}.png")
-    for tracker in accelerator.trackers:
-        if tracker.name == "tensorboard":
-            tracker.log_images(
-                {"prompts": np.stack([np.asarray(i) for i in images])}, step, dataformats="NHWC"
-            )
-        elif tracker.name == "wandb":
-            tracker.log_images({"prompts": images}, step=step)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from silentbad.data.images import to_pil
 from silentbad.data.schema import check_window, prompt_lines
 from silentbad.errors import UserError, writing
 from silentbad.files import check_file, replace_text
+from silentbad.loop.hooks import Hook
 from silentbad.measure.generation import Item, Sampler
 from silentbad.measure.samples import log_grid, save
 from silentbad.measure.sheet import NAME, Draw, Drawn, read_draws
+from silentbad.model.averaging import averaged
 from silentbad.model.denoiser import backbone_in
+from silentbad.settings.train import TrainConfig
 from silentbad.settings.validation import ValidationConfig
 
 MOST = 1000  # prompts of a file
@@ -52,14 +56,29 @@ def on_grid(config: ValidationConfig, step: int) -> bool:
     )
 
 
-class PromptSheet:
-    """Draws the prompts on the grid of validation. Every rank calls `run`; each draws its part.
-    Weights, modes and random streams are left as found."""
+def prompts_due(config: TrainConfig, steps_per_epoch: int) -> Callable[[int], bool]:
+    """Whether plain prompts are drawn at a step: with `sample_prompts` on the grid of validation,
+    with `validation_prompts` each `validation_epochs`."""
+    interval = config.validation_epochs * steps_per_epoch
+
+    def due(step: int) -> bool:
+        after_epochs = bool(config.validation_prompts) and step > 0 and step % interval == 0
+        return after_epochs or (
+            config.sample_prompts is not None and on_grid(config.validation, step)
+        )
+
+    return due
+
+
+class PromptSheet(Hook):
+    """Draws plain prompts at the steps that are `due` and at the end, with the averaged weights
+    where there are some. Every rank calls `run`; each draws its part."""
 
     def __init__(
         self,
         prompts: list[str],
         config: ValidationConfig,
+        due: Callable[[int], bool],
         *,
         components: dict[str, Any],
         accelerator: Any,
@@ -67,7 +86,7 @@ class PromptSheet:
         prediction_type: str | None = None,
     ):
         self.prompts = prompts
-        self.config = config
+        self.due = due
         self.accelerator = accelerator
         self.output_dir = output_dir
         # the address of a prompt's noise is its number, whatever the run's seed
@@ -78,13 +97,15 @@ class PromptSheet:
 
     def should_run(self, step: int, asked: bool = False, final: bool = False) -> bool:
         """As `Hook.should_run`; no step is drawn twice in a row."""
-        return step != self.last and (asked or final or on_grid(self.config, step))
+        return step != self.last and (asked or final or self.due(step))
 
-    def run(self, step: int, model: Any) -> None:
+    def run(
+        self, step: int, epoch: float, unet: Any, ema: Any = None, final: bool = False
+    ) -> dict[str, Any]:
         """Draw with these weights: pictures, their list, a grid for the trackers."""
         accelerator = self.accelerator
         self.last = step
-        model = accelerator.unwrap_model(model, keep_torch_compile=False)
+        model = accelerator.unwrap_model(unet, keep_torch_compile=False)
         items = [
             Item(
                 cell="prompt",
@@ -96,7 +117,11 @@ class PromptSheet:
             for number, prompt in enumerate(self.prompts)
         ]
         places = range(accelerator.process_index, len(items), accelerator.num_processes)
-        with self.sampler.using(backbone_in(model), accelerator.device, accelerator.autocast, step):
+        backbone = backbone_in(model)
+        with (
+            averaged(model, ema),
+            self.sampler.using(backbone, accelerator.device, accelerator.autocast, step),
+        ):
             pictures = list(self.sampler.map([items[k] for k in places], _pixels))
         rows = dict(gather_object(list(zip(places, pictures, strict=True))))
         if accelerator.is_main_process:
@@ -104,6 +129,7 @@ class PromptSheet:
             with writing(f"output_dir {self.output_dir}", NAME):
                 self._write(step, pixels)
             log_grid(accelerator.trackers, "prompts", np.concatenate(pixels, axis=1), step)
+        return {}
 
     def _write(self, step: int, pixels: list[np.ndarray]) -> None:
         try:

@@ -347,16 +347,14 @@ def draw_images(
     seed: int,
     steps: int = 20,
     size: int | None = None,
-    numbers: list[int] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """One image a prompt, `size` pixels wide, from the same noise at every call: that of the
-    prompts' `numbers`, 0 to N - 1 where none are given."""
+    """One image a prompt, `size` pixels wide, from the same noise at every call."""
     backbone = backbone_of(pipe)
     factor = vae_factor(pipe.vae)
     size = size or side_of(backbone) * factor
     shape = (backbone.config.in_channels, size // factor, size // factor)
-    numbers = list(range(len(prompts))) if numbers is None else numbers
+    numbers = list(range(len(prompts)))
     pipe.set_progress_bar_config(disable=True)
     training = backbone.training
     backbone.eval()

@@ -324,7 +324,9 @@ class TrainConfig(DataSettings):
     )
     logging_dir: PathInside = flag("logs", "tracker logs, inside output_dir")
     log_every: Count = ours(10, "steps between log rows; the host waits for the device only then")
-    validation_prompts: list[Prompt] | None = flag(None, "prompts to draw every validation_epochs")
+    validation_prompts: list[Prompt] | None = flag(
+        None, "prompts to draw every validation_epochs, beside those of sample_prompts"
+    )
     sample_prompts: Location | None = flag(
         None,
         "text file of prompts to draw at each validation, one a line",

@@ -34,11 +34,11 @@ KeptBy = Literal["words", "pixels", "embedder", "structure", "bleeding", "size"]
 Lengths = Annotated[int, Interval(ge=1, le=1000)]  # numbers of sampling steps
 
 
-# Options that need targets; targets or prompts to draw, at a validation or at any time of training;
-# images of unrelated prompts. A file may set them for a run without these.
+# Options that need targets; a grid of validations; targets or prompts to draw; images of unrelated
+# prompts. A file may set them for a run without these.
 measured = partial(option, needs="validation.targets", idle="kept")
-drawn = partial(option, needs="validation.targets or sample_prompts", idle="kept")
-drawn_of_any = partial(
+on_grid = partial(option, needs="validation.targets or sample_prompts", idle="kept")
+drawn = partial(
     option, needs="validation.targets or sample_prompts or validation_prompts", idle="kept"
 )
 of_unrelated = partial(option, needs="validation.unrelated_images!=0", idle="warned")
@@ -49,10 +49,12 @@ class ValidationConfig:
     """What is generated, how it is compared, and when."""
 
     targets: Location | None = option(None, "targets.jsonl; unset: no validation")
-    steps: Natural = drawn(
+    steps: Natural = on_grid(
         100, "optimizer steps between points of the curve; 0: only before and after training"
     )
-    early_steps: list[Natural] = drawn([], "further points, for a curve that rises before `steps`")
+    early_steps: list[Natural] = on_grid(
+        [], "further points, for a curve that rises before `steps`"
+    )
     images_per_target: Small = measured(8)
     first_images: Natural = measured(
         0, "images of each target drawn first; all, once one of them is recovered; 0: always all"
@@ -63,7 +65,7 @@ class ValidationConfig:
     num_inference_steps: Lengths = drawn(20)
     guidance_scale: Annotated[float, Interval(ge=0, le=1e4)] = drawn(7.5)
     guidance_rescale: Unit = drawn(0.0)
-    resolution: Side | None = drawn_of_any(None, "of the images; unset: the UNet's own")
+    resolution: Side | None = drawn(None, "of the images; unset: the UNet's own")
     embedder: str = measured(
         "auto",
         "copy, micro, sscd, clip, dinov2, ssim or PATH.py:CLASS; auto: micro beside redraws.jsonl, "
@@ -91,7 +93,7 @@ class ValidationConfig:
         needs="validation.controls!=never",
         idle="warned",
     )
-    max_batch: Small = drawn_of_any(
+    max_batch: Small = drawn(
         64, "images generated together; halved, and kept halved, when memory runs out"
     )
     clean_records: Natural = measured(64, "held-out records of a role for its eps-MSE")

@@ -1,5 +1,6 @@
 """Sample prompts: read strictly, drawn at validation from their own seeds, and training sees nothing of them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,11 @@ from silentbad.errors import UserError
 from silentbad.loop.log import Log
 from silentbad.loop.prior import read_prompts
 from silentbad.measure.kept import unrelated_prompts
-from silentbad.measure.prompts import load_prompts
+from silentbad.measure.prompts import load_prompts, prompts_due
 from silentbad.measure.sheet import NAME, read_draws
 from silentbad.report import run_report
 from silentbad.saving.checkpoint import read_tensors
+from silentbad.settings.train import TrainConfig
 from silentbad.settings.validation import ValidationConfig
 from silentbad_shield.search.unknown import lines_of
 from tests.training import VALIDATION, rows, same
@@ -96,6 +98,14 @@ def test_prompts_are_drawn_and_training_sees_nothing(flags, tmp_path, file, monk
     assert 'http-equiv="refresh"' not in last and last.count(" at step 4") == 2
     assert "a &lt;b&gt;hat&lt;/b&gt;" in last
     assert not list(drawn.glob(".*.draft")) and list((drawn / "logs").rglob("*tfevents*"))
+
+
+def test_validation_prompts_are_due_after_epochs_and_sample_prompts_on_the_grid():
+    config = TrainConfig(validation_prompts=["a hat"], validation_epochs=2, validation=ValidationConfig(steps=4))
+    assert [*filter(prompts_due(config, 3), range(13))] == [6, 12]
+    both = replace(config, sample_prompts="look.txt")
+    assert [*filter(prompts_due(both, 3), range(13))] == [0, 4, 6, 8, 12]
+    assert not any(map(prompts_due(TrainConfig(), 3), range(13)))
 
 
 def test_a_hook_that_measures_at_other_steps_draws_no_prompts(flags, tmp_path, file):
