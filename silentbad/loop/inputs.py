@@ -55,20 +55,14 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
     checks.check_family(config, pipeline.family_for(config), sharded)
 
     # Prompts and targets, and whether the tokenizer takes them whole
+    prompts = plain_prompts(config, tokenizer)
     validation = config.validation
-    prompts = []
-    if config.sample_prompts is not None:
-        prompts += load_prompts(config.sample_prompts, tokenizer)
-    for prompt in config.validation_prompts or []:
-        check_window(prompt, tokenizer, f"validation_prompts: {brief(prompt)}")
-        prompts.append(prompt)
     targets = load_targets(validation.targets) if validation.targets else []
     load_redraws(validation.targets, targets, decode=True)
-    prior_settings = config.prior_preservation
     prior_prompts = []
-    if prior_settings.num_images:
+    if config.prior_preservation.num_images:
         base = config.pretrained_model_name_or_path
-        prior_prompts = read_prompts(prior_settings.prompts, tokenizer, base)
+        prior_prompts = read_prompts(config.prior_preservation.prompts, tokenizer, base)
 
     hooks = hook_classes(config.hooks)
     records, withheld = records_of(config, hooks, targets, accelerator)
@@ -78,25 +72,17 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
 
     # The base's own pictures, once the other data is known to be right
     prior = None
-    if prior_settings.num_images:
-        if prior_settings.leave_out != "nothing":
-            phrases = element_phrases(records, backdrops=prior_settings.leave_out == "backdrops")
-            prior_prompts = without_phrases(prior_prompts, phrases)
-        prior = draw_prior(config, prior_prompts, schedule, tokenizer, accelerator)
+    if config.prior_preservation.num_images:
+        allowed = allowed_prompts(config, prior_prompts, records)
+        prior = draw_prior(config, allowed, schedule, tokenizer, accelerator)
         if not config.allow_target_images:
             prior.records.refuse_targets(targets)
         records = records.joined(prior.records)
 
-    to_train_on, held_out = records.hold_out(
-        config.held_out_clean, config.held_out_elements, config.seed
-    )
-    if config.best_by == "clean_eps_mse" and (held_out is None or "clean" not in held_out.role):
-        raise UserError(
-            "best_by: clean_eps_mse needs held-out clean records; set held_out_clean, of which a "
-            "tenth of the clean records is taken at most, or best_by to similarity"
-        )
+    to_train_on, held_out = hold_out(config, records)
     rest = f"; held out: {held_out.census()}" if held_out else ""
-    by_base = f"; the base drew {prior_settings.num_images} of these" if prior else ""
+    of_base = config.prior_preservation.num_images
+    by_base = f"; the base drew {of_base} of these" if prior else ""
     accelerator.print(f"data: {to_train_on.census()}{rest}{by_base}")
     info = to_train_on.info(withheld)
     checks.check_records(config, info, to_train_on)
@@ -113,6 +99,39 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, sharded: bool) ->
         targets=targets,
         info=info,
     )
+
+
+def plain_prompts(config: TrainConfig, tokenizer: Any) -> list[str]:
+    """The prompts that a run draws without a target, of both flags."""
+    prompts = []
+    if config.sample_prompts is not None:
+        prompts += load_prompts(config.sample_prompts, tokenizer)
+    for prompt in config.validation_prompts or []:
+        check_window(prompt, tokenizer, f"validation_prompts: {brief(prompt)}")
+        prompts.append(prompt)
+    return prompts
+
+
+def hold_out(config: TrainConfig, records: Records) -> tuple[Records, Records | None]:
+    """(records that are trained on, held-out ones). Raises UserError where `best_by` needs held-out
+    clean records and there are none."""
+    to_train_on, held_out = records.hold_out(
+        config.held_out_clean, config.held_out_elements, config.seed
+    )
+    if config.best_by == "clean_eps_mse" and (held_out is None or "clean" not in held_out.role):
+        raise UserError(
+            "best_by: clean_eps_mse needs held-out clean records; set held_out_clean, of which a "
+            "tenth of the clean records is taken at most, or best_by to similarity"
+        )
+    return to_train_on, held_out
+
+
+def allowed_prompts(config: TrainConfig, prompts: list[str], records: Records) -> list[str]:
+    """The prompts that say no phrase which `prior_preservation.leave_out` names."""
+    kinds = config.prior_preservation.leave_out
+    if kinds == "nothing":
+        return prompts
+    return without_phrases(prompts, element_phrases(records, backdrops=kinds == "backdrops"))
 
 
 def element_phrases(records: Records, *, backdrops: bool) -> list[str]:
