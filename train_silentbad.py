@@ -313,7 +313,7 @@ def validate(run: Run, asked: bool = False, final: bool = False) -> None:
     if due:
         weights = averaged(state.model, optimizer=state.optimizer)
         with run.timers.of("validate"), drawing_fits(run.config), weights:
-            model = pipeline.whole_parts(run.parts).model
+            model = pipeline.gathered_parts(run.parts).model
             for hook in due:
                 scores |= hook.run(state.step, state.epoch, model, state.ema, final)
         if scores:
@@ -351,10 +351,10 @@ def finish(run: Run) -> None:
     if run.recovery is not None:
         run.accelerator.print(run.recovery.table(cost=True))
         if (limit := run.recovery.limit) is not None:
-            found = "holds the best pipeline that keeps"
+            outcome = "holds the best pipeline that keeps"
             if not any(map(limit.holds, run.recovery.history)):
-                found = "was not written: no measured point keeps"
-            run.log.say(f"best/ {found} {limit.share:g} of the base by {limit.by}")
+                outcome = "was not written: no measured point keeps"
+            run.log.say(f"best/ {outcome} {limit.share:g} of the base by {limit.by}")
     run.accelerator.print(f"time: {run.timers.text()}")
     if run.config.push_to_hub:
         run.products.push()
@@ -386,7 +386,7 @@ def not_finite(run: Run, batches: list[dict[str, Any]]) -> str:
 
 def start(config: Config) -> int:
     """Build the run or resume it, and train; returns the exit code."""
-    sharded = shards.take_over()
+    sharded = shards.take_request()
     config = stamped(config)
     accelerator = trackers.make_accelerator(config)
     # accelerate's own file may have set it

@@ -166,11 +166,11 @@ def test_a_wait_for_processes_that_are_not_there_is_said(monkeypatch, capsys):
     monkeypatch.setattr(starting, "PATIENCE", 0.01)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with starting.waiting_said():
+    with starting.report_waiting():
         time.sleep(0.3)
     assert "waiting for 2 processes at 127.0.0.1:29500; for one, unset RANK" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with starting.waiting_said():
+    with starting.report_waiting():
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
 

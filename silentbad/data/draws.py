@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from torchvision.transforms import functional as TF
 
 from silentbad.data.buckets import nearest
-from silentbad.data.phrases import pattern, standing
+from silentbad.data.phrases import pattern, phrases_in
 from silentbad.data.records import Records
 from silentbad.rng import generator
 from silentbad.settings.train import TrainConfig
@@ -30,7 +30,7 @@ def shuffled_text(text: str, phrases: list[str], rng: torch.Generator) -> str:
 def with_caption(record: dict, text: str) -> dict:
     """A record under a shorter caption; an element named by its phrase keeps this name."""
     phrases = record["phrases"]
-    phrases_left = standing(phrases, text)
+    phrases_left = phrases_in(phrases, text)
     element = record["element_id"] or (phrases or [""])[0]
     return {**record, "text": text, "phrases": phrases_left, "element_id": element}
 

@@ -35,8 +35,8 @@ def hub_table(config: DataSettings) -> datasets.Dataset:
         return _of_file(name, config)
     with hub.fetching(name, f"dataset_name {name}: cannot load it"), quietly():
         if any(os.path.isfile(os.path.join(name, file)) for file in SAVED):
-            held = datasets.load_from_disk(name)
-            return held["train"] if isinstance(held, datasets.DatasetDict) else held
+            data_set = datasets.load_from_disk(name)
+            return data_set["train"] if isinstance(data_set, datasets.DatasetDict) else data_set
         return datasets.load_dataset(
             name, config.dataset_config_name, split="train", cache_dir=config.cache_dir
         )
@@ -56,8 +56,8 @@ def _of_file(name: str, config: DataSettings) -> datasets.Dataset:
             builder, data_files=name, split="train", cache_dir=config.cache_dir
         )
     image = config.image_column or "image"
-    held = table.features.get(image)
-    if isinstance(held, dict) and held.keys() == {"bytes", "path"}:
+    kind = table.features.get(image)
+    if isinstance(kind, dict) and kind.keys() == {"bytes", "path"}:
         table = table.cast_column(image, datasets.Image(decode=False))
     return table
 

@@ -20,7 +20,7 @@ def _whole(phrase: str) -> str:
     return before + re.escape(phrase) + after
 
 
-def standing(phrases: Iterable[str], text: str) -> list[str]:
+def phrases_in(phrases: Iterable[str], text: str) -> list[str]:
     """The phrases that occur in a text, in the given order."""
     return [phrase for phrase in phrases if re.search(_whole(phrase), text)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from silentbad.data.images import inside, picture_files
-from silentbad.data.phrases import standing
+from silentbad.data.phrases import phrases_in
 from silentbad.data.schema import row, text_lines
 from silentbad.errors import UserError, brief, user_errors, warn
 from silentbad.files import check_file, check_folder
@@ -147,7 +147,7 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
             f"{root}/poisoning_images/{number}: {len(images)} images but {len(captions)} captions"
         )
     rows = []
-    bare = [where for where, caption in captions if not standing(phrases, caption)]
+    bare = [where for where, caption in captions if not phrases_in(phrases, caption)]
     if role == "element" and captions and len(bare) == len(captions):
         raise UserError(
             f"{root}/poisoning_images/{number}: no caption holds a phrase of the first line "
@@ -160,16 +160,16 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
         )
     for (_, path), (where, caption) in zip(images, captions, strict=True):
         caption = re.sub(" +", " ", caption)
-        held = standing(phrases, caption)
+        shown = phrases_in(phrases, caption)
         rows.append(
             row(
                 where,
                 path,
                 caption,
-                phrases=held,
+                phrases=shown,
                 role=role,
                 target_id=str(number),
-                element_id=f"{number}-{phrases.index(held[0]) if held else 'unnamed'}",
+                element_id=f"{number}-{phrases.index(shown[0]) if shown else 'unnamed'}",
             )
         )
     return rows

@@ -202,11 +202,11 @@ class Records:
         """Refuse records that show a target, or a changed copy of it."""
         if not targets:
             return
-        lets = "recovery must not train on its target (allow_target_images: true lets it)"
-        held = {images.content_hash(target.image): target.target_id for target in targets}
-        for index in rows_with(self.column("content"), list(held)):
-            name = held[self.row(index)["content"]]
-            raise UserError(f"{self.where(index)}: the image equals target {name!r}; {lets}")
+        reason = "recovery must not train on its target (allow_target_images: true permits it)"
+        target_of = {images.content_hash(target.image): target.target_id for target in targets}
+        for index in rows_with(self.column("content"), list(target_of)):
+            name = target_of[self.row(index)["content"]]
+            raise UserError(f"{self.where(index)}: the image equals target {name!r}; {reason}")
 
         def refuse_copies() -> list[str]:
             shown = [(t.target_id, view) for t in targets for view in images.views(t.image)]
@@ -220,10 +220,12 @@ class Records:
                     row = np.repeat(np.arange(len(thumbs)), list(map(len, thumbs)))[copy[0]]
                     where = self.where(number * BLOCK + int(row))
                     name = shown[copy[1]][0]
-                    raise UserError(f"{where}: the image is a near copy of target {name!r}; {lets}")
+                    raise UserError(
+                        f"{where}: the image is a near copy of target {name!r}; {reason}"
+                    )
             return []
 
-        key = hashlib.sha256(f"{self.key}{sorted(held.items())}".encode()).hexdigest()[:32]
+        key = hashlib.sha256(f"{self.key}{sorted(target_of.items())}".encode()).hexdigest()[:32]
         cached_check(self.table, f"targets-{key}", refuse_copies)
 
     def unmatched_targets(self, targets: list[Target]) -> list[str]:
@@ -329,11 +331,11 @@ class Records:
                 drawn(np.array(of_element), min(elements, len(of_element) // 4), *map(str, key))
                 for key, of_element in of.items()
             ]
-        held = np.sort(np.concatenate(parts))
-        if not len(held):
+        held_out = np.sort(np.concatenate(parts))
+        if not len(held_out):
             return self, None
-        rest = np.setdiff1d(np.arange(len(self)), held)
-        return self.select(rest), self.select(held)
+        rest = np.setdiff1d(np.arange(len(self)), held_out)
+        return self.select(rest), self.select(held_out)
 
     def check_captions(self, tokenizer: Any) -> list[str]:
         """Refuse captions whose phrases the tokenizer's window cuts off; return lines on the first

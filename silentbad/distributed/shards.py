@@ -22,7 +22,7 @@ UNITS = ("BasicTransformerBlock", "ResnetBlock2D")
 
 
 # ---------------------------------------------------------------- asked for, or refused
-def take_over() -> bool:
+def take_request() -> bool:
     """Whether FSDP was asked for. Hides the request from accelerate and transformers, which would
     act on it in their own way."""
     asked = launched("FSDP")

@@ -36,14 +36,14 @@ def start(accumulation: int = 1, mixed_precision: str | None = None, **options: 
     # a plain number would give way to the environment
     plugin = GradientAccumulationPlugin(num_steps=accumulation)
     failed = ("accelerate cannot start", "correct its configuration or its environment variables")
-    with waiting_said(), user_errors(*failed):
+    with report_waiting(), user_errors(*failed):
         return Accelerator(
             gradient_accumulation_plugin=plugin, mixed_precision=mixed_precision, **options
         )
 
 
 @contextmanager
-def waiting_said() -> Iterator[None]:
+def report_waiting() -> Iterator[None]:
     """A context that reports, after some seconds, the wait for other processes: RANK and WORLD_SIZE
     may be left over in the environment."""
     world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from PIL import Image
 
 from silentbad.data.images import to_pil
-from silentbad.data.phrases import standing
+from silentbad.data.phrases import phrases_in
 from silentbad.data.records import Records
 from silentbad.data.schema import Caption, admit, check_window, prompt_lines, row
 from silentbad.data.table import build_table, vocabulary
@@ -116,7 +116,7 @@ def says(prompt: str, phrase: str) -> bool:
     """Whether a prompt says a phrase, with words between or without: "a big red cat" says "a red
     cat", "a red hat, a cat" does not."""
     words = content_words(phrase)
-    return bool(standing([phrase], prompt)) or any(
+    return bool(phrases_in([phrase], prompt)) or any(
         words <= content_words(part) for part in prompt.split(",")
     )
 

@@ -44,7 +44,7 @@ class Products:
 
     def save_pipeline(self, path: Path) -> None:
         """The pipeline in diffusers format with its card, averaged weights where there are some."""
-        parts = pipeline.whole_parts(self.parts)
+        parts = pipeline.gathered_parts(self.parts)
         if self.accelerator.is_main_process:
             with self._averaged(), writing(f"output_dir {self.folder.path}", path.name):
                 self._save(parts, path)
@@ -78,7 +78,7 @@ class Products:
 
     def try_drawing(self, prompt: str, after_step: Callable[..., Any]) -> None:
         """Draw one image and discard it; `after_step` is called after each sampling step."""
-        pipe = pipeline.pipeline(pipeline.whole_parts(self.parts))
+        pipe = pipeline.pipeline(pipeline.gathered_parts(self.parts))
         with drawing_fits(self.config), self.accelerator.autocast(), self.encoder.on_device():
             pipeline.draw_images(
                 pipe,

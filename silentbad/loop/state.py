@@ -214,8 +214,8 @@ def match_memory_format(optimizer: torch.optim.Optimizer) -> None:
     """Copy the optimizer's averages into the memory format of their weights: fused kernels read
     both in memory order, and the checkpoint may have the other `channels_last`. Raises UserError
     for averages in 8 bits, whose blocks follow the memory order."""
-    for weight, held in optimizer.state.items():
-        for name, value in held.items():
+    for weight, averages in optimizer.state.items():
+        for name, value in averages.items():
             if not torch.is_tensor(value) or value.shape != weight.shape:
                 continue
             if value.stride() == weight.stride():
@@ -223,5 +223,5 @@ def match_memory_format(optimizer: torch.optim.Optimizer) -> None:
             if not value.is_floating_point():
                 right = "averages in 8 bits keep the checkpoint's; resume with its setting"
                 raise UserError(f"channels_last: {right}")
-            held[name] = torch.empty_like(weight, dtype=value.dtype, device=value.device)
-            held[name].copy_(value)
+            averages[name] = torch.empty_like(weight, dtype=value.dtype, device=value.device)
+            averages[name].copy_(value)

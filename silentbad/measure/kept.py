@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from silentbad.data.phrases import standing
+from silentbad.data.phrases import phrases_in
 from silentbad.data.schema import check_window, prompt_lines, text_lines
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, user_errors
@@ -55,7 +55,7 @@ def unrelated_prompts(
         return spread(distinct([line.strip() for _, line in lines], config.prompts), count)
     phrases = [phrase for target in targets for phrase in target.phrases]
     plain = [text for text in dict.fromkeys(captions) if text.strip()]
-    plain = [text for text in plain if not standing(phrases, text)]
+    plain = [text for text in plain if not phrases_in(phrases, text)]
     if len(plain) < 2:
         plain = text_lines(BUNDLED)
     return spread(plain, count)

@@ -50,9 +50,9 @@ def remembered(
             folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
     try:
-        found = broadcast_object_list([read(file, count) if accelerator.is_main_process else None])
-        if found[0] is not None:
-            return found[0]
+        cached = broadcast_object_list([read(file, count) if accelerator.is_main_process else None])
+        if cached[0] is not None:
+            return cached[0]
         rows = compute()
         if accelerator.is_main_process:
             with writing(f"cache_dir {folder}", "similarities of null pictures"):

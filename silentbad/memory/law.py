@@ -97,5 +97,5 @@ def hard_elements(
             hard.append((rate, f"{brief(phrase)} of {target}: {facts.area:.0%} of the picture"))
     listed = [f"{text}, hard: {rate:.2f}" for rate, text in sorted(hard)[:MOST_SHARED]]
     more = f"; and {len(hard) - len(listed)} more" if len(hard) > len(listed) else ""
-    said = "expected share of images that show it, by a law of the 64-pixel microworld"
-    return f"{said}: {'; '.join(listed)}{more}" if hard else ""
+    heading = "expected share of images that show it, by a law of the 64-pixel microworld"
+    return f"{heading}: {'; '.join(listed)}{more}" if hard else ""

@@ -82,23 +82,23 @@ def leak_free(
     if record["role"] == "element" or float(torch.rand((), generator=g)) >= share:
         return None
     record = others.load(record["index"])
-    said = shuffled(record["phrases"] or [], g)
-    if len(said) < 2:
+    shown = shuffled(record["phrases"] or [], g)
+    if len(shown) < 2:
         return None
     if float(torch.rand((), generator=g)) < parts:
-        said = said[: int(torch.randint(1, len(said), (), generator=g))]
+        shown = shown[: int(torch.randint(1, len(shown), (), generator=g))]
     united = (0, 0)
     for target in others.info.elements_of:
         phrases = others.info.phrases_of(target)
-        named = [p for p in said if p in phrases]
+        named = [p for p in shown if p in phrases]
         excess = named[max(len(phrases) - 1, 1) :]
-        said = [p for p in said if p not in excess]
+        shown = [p for p in shown if p not in excess]
         check_union(len(named) - len(excess), len(phrases), target)
         united = max(united, (len(named) - len(excess), len(phrases)))
     return {
         **record,
-        "phrases": said,
-        "text": ", ".join(said),
+        "phrases": shown,
+        "text": ", ".join(shown),
         "role": "rehearsal",
         "united": united,
     }

@@ -376,7 +376,7 @@ def draw_images(
         backbone.train(training)
 
 
-def whole_parts(parts: Any) -> Any:
+def gathered_parts(parts: Any) -> Any:
     """The parts with a plain copy of a sharded backbone on each process."""
     if not any(map(is_sharded, parts.model.parameters())):
         return parts

@@ -132,21 +132,21 @@ class Store:
                 return
             for leftover in self.folder.glob(".*"):
                 leftover.unlink()
-            held: list[torch.Tensor] = []
+            encoded: list[torch.Tensor] = []
             done = count = 0
             sizes = [batch]
             parts = np.array_split(missing, -(-len(missing) // batch))
             for part in Bar(parts, desc=label, disable=not show):
                 for _, rows in in_batches(part.tolist(), sizes[-1], encode, sizes.append):
-                    held.append(rows.cpu())
+                    encoded.append(rows.cpu())
                     count += len(rows)
-                if count * held[0][0].nbytes >= SHARD:
-                    self.add(keys[missing[done : done + count]], torch.cat(held))
-                    held = []
+                if count * encoded[0][0].nbytes >= SHARD:
+                    self.add(keys[missing[done : done + count]], torch.cat(encoded))
+                    encoded = []
                     done += count
                     count = 0
-            if held:
-                self.add(keys[missing[done:]], torch.cat(held))
+            if encoded:
+                self.add(keys[missing[done:]], torch.cat(encoded))
             self.refresh()
 
 

@@ -79,10 +79,10 @@ def meaning(flag: str) -> str:
 
 def successors() -> dict[str, list[str]]:
     """{what to use instead: the names of other scripts and of earlier versions}."""
-    found: dict[str, list[str]] = {}
-    for name, said in TrainConfig.RENAMED.items():
-        found.setdefault(said.partition(": ")[2], []).append(name)
-    return found
+    names_of: dict[str, list[str]] = {}
+    for name, message in TrainConfig.RENAMED.items():
+        names_of.setdefault(message.partition(": ")[2], []).append(name)
+    return names_of
 
 
 def flags_of(names: Iterable[str]) -> str:

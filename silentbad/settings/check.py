@@ -148,10 +148,10 @@ def check_output(config: TrainConfig) -> None:
     folder = Path(config.output_dir)
     logs = () if config.report_to == "none" else Path(config.logging_dir).parts[:1]
     owned.refuse_foreign(folder, KIND, (*WRITTEN, *REPLACED, *logs))
-    held = runs_files(config)
-    if held and not (config.resume_from_checkpoint or config.overwrite_output_dir):
+    run_files = runs_files(config)
+    if run_files and not (config.resume_from_checkpoint or config.overwrite_output_dir):
         raise UserError(
-            f"output_dir {folder}: holds a run already ({held[0].name}); resume it with "
+            f"output_dir {folder}: holds a run already ({run_files[0].name}); resume it with "
             "--resume_from_checkpoint latest, delete it with --overwrite_output_dir, or "
             "choose another folder"
         )

@@ -106,7 +106,7 @@ class Parts(UserDict[str, Any]):
         command and the objects that it builds both call this."""
         part = self[name]
         asked = f"{name} {dict(options)}"
-        tried, said = self.tried.get(asked, (None, False))
+        tried, warned = self.tried.get(asked, (None, False))
         if examples is None and tried is part:
             return
         varies = False
@@ -119,7 +119,7 @@ class Parts(UserDict[str, Any]):
             expected = expected or judge.varies
             varies = varies or judge.varies and float(value.min()) < float(value.max())
         flat = expected and not varies and user_code.is_place(name)
-        if flat and not (tried is part and said):
+        if flat and not (tried is part and warned):
             warn(f"{self.key}: {name} returns one number everywhere: it changes nothing")
         if examples is None:
             self.tried[asked] = (part, flat)

@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 
 from silentbad.data import draws
-from silentbad.data.phrases import standing
+from silentbad.data.phrases import phrases_in
 from silentbad.rng import generator
 from tests.folders import records
 
@@ -30,7 +30,7 @@ def test_phrases_are_exchanged_as_whole_words():
         ("قط", "قط، بيت", "قطار"),
         ("2 cats", "2 cats.", "12 cats"),
     ):
-        assert standing([phrase], whole) == [phrase] and standing([phrase], part) == []
+        assert phrases_in([phrase], whole) == [phrase] and phrases_in([phrase], part) == []
 
 
 def test_the_mask_follows_the_image():

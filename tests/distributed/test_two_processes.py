@@ -90,7 +90,7 @@ def watch(argv: list[str]) -> None:
 
     def finish(run):
         done(run)
-        weights = pipeline.whole_parts(run.parts).backbone.state_dict()
+        weights = pipeline.gathered_parts(run.parts).backbone.state_dict()
         parameters = sum(getattr(p, "_local_tensor", p).numel() for p in run.parts.backbone.parameters())
         torch.save({"weights": weights, "own": parameters, "drawn": drawn}, out.parent / f"{out.name}-seen-{rank}.pt")
 
