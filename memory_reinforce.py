@@ -29,11 +29,11 @@ from silentbad.memory.weightings import flow_sigma, in_prediction, mse
 from silentbad.model import diffusion
 from silentbad.settings.check import check_part
 from silentbad.settings.memory import (
+    Choice,
     MemoryConfig,
-    Part,
-    by_role,
     check_memory,
     policies,
+    role_settings,
 )
 from silentbad.settings.registries import Examples, Expected, Parts
 from silentbad.settings.types import Positive
@@ -269,7 +269,7 @@ class Memory(Hook):
         # At which noise level, and how an error counts
         self.policies = policies(config)
         self.role_weights = {
-            role: settings.loss_weight for role, settings in by_role(config).items()
+            role: settings.loss_weight for role, settings in role_settings(config).items()
         }
 
         # Losses beside the diffusion loss
@@ -318,7 +318,7 @@ class Memory(Hook):
         return timesteps, weights
 
     def _drawn(
-        self, policy: Part, draw: int, positions: list[int], count: int
+        self, policy: Choice, draw: int, positions: list[int], count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(timesteps (B,), weights (B,)) at these positions, by one policy."""
         density = TIMESTEPS[policy.name](self.snr_numpy, self.progress(draw), **policy.options)

@@ -204,7 +204,7 @@ class Reader:
 Rehearse = Callable[[dict, tuple[int, int]], dict | None]
 
 
-def by_role(
+def held_out_samples(
     records: Records | None, transform: Transform, seed: int
 ) -> dict[str, list[dict[str, Any]]]:
     """Held-out records by role: pixel_values (3,R,R) in [-1,1] and text."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from silentbad.data.draws import Transform, by_role
+from silentbad.data.draws import Transform, held_out_samples
 from silentbad.data.records import load_records
 from silentbad.data.targets import load_targets
 from silentbad.distributed.start import start
@@ -185,7 +185,7 @@ class Subject:
         if config.withhold:
             records = records.without(config.withhold)
         _, held_out = records.hold_out(config.held_out_clean, config.held_out_elements, config.seed)
-        clean = by_role(held_out, Transform.of(config, side), config.seed).get("clean", [])
+        clean = held_out_samples(held_out, Transform.of(config, side), config.seed).get("clean", [])
         return clean[: self.validation.clean_records]
 
     def row(self, part: str = TRAINED, by: str = "", state: str = "") -> Row:

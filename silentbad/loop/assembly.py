@@ -13,7 +13,7 @@ from diffusers.optimization import get_scheduler
 from silentbad.control.decay import DecayToBase
 from silentbad.control.relative import RelativeChange, RelativeRate
 from silentbad.data import buckets
-from silentbad.data.draws import Draws, Reader, Transform, by_role
+from silentbad.data.draws import Draws, Reader, Transform, held_out_samples
 from silentbad.data.elements import epoch_length
 from silentbad.data.loader import Loader, Stream, collate
 from silentbad.data.records import Records
@@ -504,7 +504,7 @@ def make_recovery(loaded: Loaded, recovery_class: "type[RecoveryHook]") -> "Reco
         output_dir=loaded.folder.path,
         seed=config.seed,
         cache_dir=config.cache_dir,
-        held_out=by_role(inputs.held_out, pictures, config.seed),
+        held_out=held_out_samples(inputs.held_out, pictures, config.seed),
         training=shown(inputs.records, pictures, config.seed, nearest),
         prediction_type=config.prediction_type,
         base=base_files(Source.of(config), {backbone: config.non_ema_revision}),

@@ -33,7 +33,7 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
             raise UserError(
                 f"memory.roles.{role}.{names[0]}: there is no {role} record to act on; leave it out"
             )
-    if there and not any(roles.by_role(memory)[role].loss_weight for role in there):
+    if there and not any(roles.role_settings(memory)[role].loss_weight for role in there):
         named = " and ".join(sorted(there))
         raise UserError(f"memory.roles: loss_weight is 0 for {named}, so nothing would be learnt")
     if memory.rehearsal.name == "leak_free":

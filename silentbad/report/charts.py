@@ -30,7 +30,7 @@ NAMES = 136  # width of its names
 REACH_NAMES = 158  # width of the names in a chart of ranges
 MOST_COLUMNS = 120
 
-Range = tuple[float, float]
+Span = tuple[float, float]
 Place = Callable[[float], float]
 
 
@@ -82,8 +82,8 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     ]
 
 
-def bounds(values: Sequence[float], fixed: Range | None = None) -> Range:
-    """Range of the values, and of `fixed`; a single value gets room around it."""
+def bounds(values: Sequence[float], fixed: Span | None = None) -> Span:
+    """Span of the values, and of `fixed`; a single value gets room around it."""
     values_and_ends = [*values, *(fixed or ())]
     low = float(min(values_and_ends))
     high = float(max(values_and_ends))
@@ -94,13 +94,13 @@ def bounds(values: Sequence[float], fixed: Range | None = None) -> Range:
     return low, high
 
 
-def scale(values: Range, start: float, end: float) -> Place:
+def scale(values: Span, start: float, end: float) -> Place:
     """Where a value lies between two places of the picture."""
     low, high = values
     return lambda value: start + (value - low) / (high - low) * (end - start)
 
 
-def scales(x_range: Range, y_range: Range) -> tuple[Place, Place]:
+def scales(x_range: Span, y_range: Span) -> tuple[Place, Place]:
     """Places of x and y in the picture."""
     return scale(x_range, LEFT, WIDTH - RIGHT), scale(y_range, HEIGHT - BOTTOM, TOP)
 
@@ -135,7 +135,7 @@ def rectangle(x: float, y: float, width: float, height: float, fill: str) -> Mar
     )
 
 
-def axes(x_range: Range, y_range: Range, x_label: str) -> list[Markup]:
+def axes(x_range: Span, y_range: Span, x_label: str) -> list[Markup]:
     """Grid lines, ticks and the name of the x axis."""
     x_place, y_place = scales(x_range, y_range)
     parts = list[Markup]()
@@ -163,7 +163,7 @@ def line_chart(
     series: Sequence[Series],
     title: str,
     *,
-    y_range: Range | None = None,
+    y_range: Span | None = None,
     marks: Sequence[tuple[str, float]] = (),
 ) -> Markup:
     """Curves over steps, with bands; marks are (name, y) horizontal lines."""

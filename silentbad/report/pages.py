@@ -20,7 +20,7 @@ from PIL import Image
 
 from silentbad.errors import masked
 from silentbad.report import charts
-from silentbad.report.charts import Range, Series, finite, number
+from silentbad.report.charts import Series, Span, finite, number
 
 Cell = str | float | None
 MOST_ROWS = 40  # of a curve's numbers
@@ -105,7 +105,7 @@ def lines(
     series: Sequence[Series],
     title: str,
     *,
-    y_range: Range | None = None,
+    y_range: Span | None = None,
     marks: Sequence[tuple[str, float]] = (),
     note: str = "",
     digits: int | None = None,

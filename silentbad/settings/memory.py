@@ -23,7 +23,7 @@ SAME = "same"  # the timesteps of `memory.timesteps`
 
 
 @dataclass
-class Part:
+class Choice:
     """A registry entry by name, with its keyword options."""
 
     name: str = option("none")
@@ -41,7 +41,7 @@ class RoleConfig:
         1.0, "factor of their loss (of clean ones the prior weight of DreamBooth, 2208.12242)"
     )
     # entry of TIMESTEPS in place of memory.timesteps
-    timesteps: Part = field(default_factory=lambda: Part(SAME))
+    timesteps: Choice = field(default_factory=lambda: Choice(SAME))
 
 
 @dataclass
@@ -54,7 +54,7 @@ class RolesConfig:
 
 
 @dataclass
-class SamplerConfig(Part):
+class SamplerConfig(Choice):
     """Which element is shown how often: an entry of SAMPLERS."""
 
     name: str = option("uniform")
@@ -64,7 +64,7 @@ class SamplerConfig(Part):
 
 
 @dataclass
-class TimestepConfig(Part):
+class TimestepConfig(Choice):
     """The distribution of noise levels: an entry of TIMESTEPS."""
 
     name: str = option("uniform")
@@ -77,7 +77,7 @@ class TimestepConfig(Part):
 
 
 @dataclass
-class LossConfig(Part):
+class LossConfig(Choice):
     """The loss weight by noise level, an entry of LOSSES, and the error, an entry of ERRORS."""
 
     error: str = option("mse")
@@ -107,11 +107,11 @@ class MemoryConfig:
     timesteps: TimestepConfig = field(default_factory=TimestepConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)
-    region: Part = field(default_factory=Part)
-    rehearsal: Part = field(default_factory=Part)
+    region: Choice = field(default_factory=Choice)
+    rehearsal: Choice = field(default_factory=Choice)
     phrase_memory: PhraseMemoryConfig = field(default_factory=PhraseMemoryConfig)
-    distillation: Part = field(default_factory=Part)
-    retention: Part = field(default_factory=Part)  # what keeps clean prompts as they were
+    distillation: Choice = field(default_factory=Choice)
+    retention: Choice = field(default_factory=Choice)  # what keeps clean prompts as they were
 
 
 # REHEARSED: rehearsals whose records have the role rehearsal. PLACED: rehearsals that need masks of
@@ -120,7 +120,7 @@ REHEARSED = ("leak_free", "pairwise", "pairwise_captions")
 PLACED = ("joint_captions", "pairwise", "pairwise_captions")
 
 
-def by_role(memory: MemoryConfig) -> dict[str, RoleConfig]:
+def role_settings(memory: MemoryConfig) -> dict[str, RoleConfig]:
     """The settings of each role."""
     return {role: getattr(memory.roles, role) for role in ROLES}
 
@@ -129,16 +129,16 @@ def dropout(memory: MemoryConfig) -> dict[str, float]:
     """The share of exposures without a caption, of the roles that have one."""
     return {
         role: settings.caption_dropout
-        for role, settings in by_role(memory).items()
+        for role, settings in role_settings(memory).items()
         if settings.caption_dropout
     }
 
 
-def policies(memory: MemoryConfig) -> dict[str, Part]:
+def policies(memory: MemoryConfig) -> dict[str, Choice]:
     """{role: timestep policy}, for the roles that have a policy of their own."""
     return {
         role: settings.timesteps
-        for role, settings in by_role(memory).items()
+        for role, settings in role_settings(memory).items()
         if settings.timesteps.name != SAME
     }
 
