@@ -36,6 +36,7 @@ from silentbad.data.elements import sources_of
 from silentbad.data.loader import chunks
 from silentbad.device import send
 from silentbad.distributed import shards
+from silentbad.distributed.main_process import on_main
 from silentbad.distributed.shards import world_size
 from silentbad.distributed.start import check_precision
 from silentbad.errors import UserError, exit_with, print_result, warn
@@ -394,7 +395,7 @@ def start(config: Config) -> int:
     folder = RunFolder(config, accelerator.is_main_process)
     with folder.claimed():
         if config.push_to_hub:
-            folder.on_main(lambda: card.check_push(config))
+            on_main(accelerator.is_main_process, lambda: card.check_push(config))
         resumed = folder.resumed(accelerator.print)
         run = build(config, accelerator, folder, sharded)
         if resumed is not None and take_up(run, resumed):

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from silentbad.data.images import open_image, resize, to_pil, to_tensor
 from silentbad.data.targets import Target
+from silentbad.distributed.main_process import on_main
 from silentbad.errors import UserError, warn
 from silentbad.measure import kept
 from silentbad.measure.embedders import CLIP, Embedder
@@ -32,6 +33,9 @@ from silentbad.settings.validation import ValidationConfig
 # references: the target's file, and what the autoencoder leaves of it
 RAW = "raw"
 DECODED = "decoded"
+
+
+OfBase = tuple[Tensor, list[kept.Shown]]  # its pictures of the unrelated prompts, what they show
 
 
 class ComparedMasks(NamedTuple):
@@ -96,7 +100,7 @@ class Measure:
         self.unrelated = list(unrelated)  # prompts on which is measured what training keeps
         self.judge = None if judge is None else (judge, str(config.judge))
         self.base = base  # the weights before training, where they can be read
-        self._of_base: tuple[Tensor, list[kept.Shown]] | None = None
+        self._of_base: OfBase | None = None
         self._references: dict[str, References] = {}
 
     # ---- over the ranks
@@ -308,37 +312,38 @@ class Measure:
         if step == 0:
             self._of_base = (pictures, shown)
         elif self._of_base is None:
-            files = [self._unrelated_file("base", i) for i in range(len(self.unrelated))]
-            if not all(file.is_file() for file in files):
-                missing = f"the base's pictures are missing in {self.folder / FOLDER}"
-                if self.config.keep is not None:
-                    raise UserError(
-                        f"{self.sampler.prefix}keep: {missing}; start anew, or leave it out"
-                    )
-                warn(f"what is kept is not measured: {missing}")
-                return None
-            opened = [to_tensor(open_image(file, FOLDER)) for file in files]
-            base = (torch.stack(opened) * 255).round().byte()
-            self._of_base = (base, self.shown(base, element_threshold))
-        assert self._of_base is not None, "drawn at step 0, or read from the folder"
-        base, shown_base = self._of_base
-        answer: list[Any] = [None]
-        if self.accelerator.is_main_process:
-            try:
-                with left_as_found():
-                    answer = [self._compared(pictures, base, shown, shown_base, final)]
-            except UserError as error:  # raised below, on all ranks
-                answer = [str(error)]
-        what_is_kept = broadcast_object_list(answer)[0]
-        if isinstance(what_is_kept, str):
-            raise UserError(what_is_kept)
-        return what_is_kept
+            self._of_base = self._read_base(element_threshold)
+        if self._of_base is None:
+            return None
+        of_base = self._of_base
+
+        def compared() -> Kept:
+            with left_as_found():
+                return self._compared(pictures, shown, *of_base, final)
+
+        return on_main(self.accelerator.is_main_process, compared)
+
+    def _read_base(self, element_threshold: ElementThreshold) -> OfBase | None:
+        """The base's pictures of the unrelated prompts that a run has saved, and what they show;
+        None, with a warning, where they are missing. Raises UserError where a limit needs them."""
+        files = [self._unrelated_file("base", i) for i in range(len(self.unrelated))]
+        if not all(file.is_file() for file in files):
+            missing = f"the base's pictures are missing in {self.folder / FOLDER}"
+            if self.config.keep is not None:
+                raise UserError(
+                    f"{self.sampler.prefix}keep: {missing}; start anew, or leave it out"
+                )
+            warn(f"what is kept is not measured: {missing}")
+            return None
+        opened = [to_tensor(open_image(file, FOLDER)) for file in files]
+        base = (torch.stack(opened) * 255).round().byte()
+        return base, self.shown(base, element_threshold)
 
     def _compared(
         self,
         pictures: Tensor,
-        base: Tensor,
         shown: list[kept.Shown],
+        base: Tensor,
         shown_base: list[kept.Shown],
         final: bool,
     ) -> Kept:

@@ -19,6 +19,7 @@ from accelerate.utils import broadcast_object_list
 
 from silentbad import ROOT, __version__, owned
 from silentbad.device import device_name
+from silentbad.distributed.main_process import on_main
 from silentbad.errors import UserError, writing
 from silentbad.files import from_json, read_json, replace_text
 from silentbad.saving import checkpoint
@@ -51,19 +52,12 @@ class RunFolder:
     def claimed(self) -> Iterator[None]:
         """Inside this context no other run writes into the folder. Collective."""
         with ExitStack() as held:
-            self.on_main(lambda: held.enter_context(owned.claimed(self.path, KIND)))
-            yield
 
-    def on_main(self, work: Callable[[], Any]) -> None:
-        """Do work on the main process; its UserError is raised on every process. Collective."""
-        refusal: list[str | None] = [None]
-        if self.is_main:
-            try:
-                work()
-            except UserError as error:
-                refusal = [str(error)]
-        if answer := broadcast_object_list(refusal)[0]:
-            raise UserError(answer)
+            def claim() -> None:
+                held.enter_context(owned.claimed(self.path, KIND))
+
+            on_main(self.is_main, claim)
+            yield
 
     def writing(self, what: str) -> AbstractContextManager[None]:
         """Report a disk that is full, gone or read-only while `what` is written, in one line."""
