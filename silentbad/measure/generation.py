@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from silentbad import rng
+from silentbad.data.targets import Target
 from silentbad.device import Made, T, in_batches
 from silentbad.errors import UserError, brief, user_errors
 from silentbad.model.diffusion import levels, model_time, to_epsilon
@@ -38,7 +39,7 @@ class Item(NamedTuple):
     address: str
 
 
-def reordered(target, seed: int, image: int) -> str:
+def reordered(target: Target, seed: int, image: int) -> str:
     """The phrases in another order, addressed by (seed, target, image). The target is unchanged."""
     draw = rng.generator(seed, "order", target.target_id, image)
     order = torch.randperm(len(target.phrases), generator=draw).tolist()
@@ -47,11 +48,11 @@ def reordered(target, seed: int, image: int) -> str:
     return ", ".join(target.phrases[i] for i in order)
 
 
-def most_different_target(targets: list, j: int, seed: int):
+def most_different_target(targets: Sequence[Target], j: int, seed: int) -> Target | None:
     """Another target whose phrases differ most from those of j; None if alone."""
     target = targets[j]
 
-    def likeness(other: Any) -> tuple[int, int]:
+    def likeness(other: Target) -> tuple[int, int]:
         common = {*target.phrases} & {*other.phrases}
         return len(common), rng.addressed_seed(seed, "others", target.target_id, other.target_id)
 
@@ -59,7 +60,7 @@ def most_different_target(targets: list, j: int, seed: int):
 
 
 def plan(
-    targets: list,
+    targets: Sequence[Target],
     images: int,
     seed: int,
     full: bool = False,
@@ -84,7 +85,7 @@ def plan(
     return items
 
 
-def controls(targets: list, j: int, seed: int, unrelated: str) -> dict[str, str]:
+def controls(targets: Sequence[Target], j: int, seed: int, unrelated: str) -> dict[str, str]:
     """The control prompts of target j, by cell: its phrases in another order (empty here, since
     each image has its own order), each phrase alone, all but one, paraphrases, the phrases of
     another target, an unrelated caption."""

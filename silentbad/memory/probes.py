@@ -63,15 +63,15 @@ class PhraseMemory:
     def __init__(
         self,
         n: int,
-        snr,
+        snr: torch.Tensor,  # (T,)
         bank: list[Element],
         *,
-        share,
-        effective_batch,
-        seed,
-        rank=0,
-        world=1,
-        reduce=None,
+        share: float,
+        effective_batch: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
         self.n = n
         self.bank = bank
