@@ -319,9 +319,9 @@ def validate(run: Run, asked: bool = False, final: bool = False) -> None:
                 scores |= hook.run(state.step, state.epoch, model, state.ema, final)
         if scores:
             run.log.validation(scores)
-    if run.recovery is not None and run.recovery in due and run.recovery.keeps():
-        better = state.improved(best_score(scores, run.config.best_by))
-        if better and (run.config.save_best or run.recovery.limit is not None):
+    wants_best = run.config.save_best or (run.recovery is not None and run.recovery.limit)
+    if wants_best and run.recovery in due and run.recovery.keeps():
+        if state.improved(best_score(scores, run.config.best_by)):
             save_pipeline(run, run.folder.path / "best")
 
     if not final and (run.recovery is not None or run.sheet is not None):

@@ -22,7 +22,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from silentbad import owned
@@ -30,7 +29,7 @@ from silentbad.data.images import to_tensor
 from silentbad.data.targets import Target, check_prompts, load_targets
 from silentbad.device import explain_out_of_memory, larger_device
 from silentbad.distributed.start import start
-from silentbad.errors import UserError, exit_with
+from silentbad.errors import UserError, exit_with, warn
 from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
 from silentbad.measure.calibrate import calibrate
@@ -70,6 +69,7 @@ from silentbad.measure.samples import (
     save,
     save_targets,
     slugs,
+    stacked,
     target_file,
 )
 from silentbad.measure.scores import (
@@ -231,6 +231,9 @@ class RecoveryHook(Hook):
                 with averaged(model, ema):
                     entry.ema = self._evaluate(step, "ema", full and choice == "ema", final)
         self.history = [e for e in self.history if e.step < step] + [entry]
+        if final and self.placebo is not None and not label:  # an audit has no steps
+            if (end := self.placebo.history[-1].step) != step:
+                warn(f"validation.placebo: ends at step {end}, this run at step {step}")
         entry.seconds = time.perf_counter() - started
         self.seconds += entry.seconds
         entry.share = self.seconds / self.elapsed()
@@ -263,7 +266,7 @@ class RecoveryHook(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore such a state; the targets' features are computed anew."""
-        self.sampler.limit(state["batch"])
+        self.sampler.limit(min(state["batch"], self.config.max_batch))
         # the prompts of the base's saved pictures
         self.measure.unrelated = state.get("unrelated", self.measure.unrelated)
         self.seconds = state["seconds"]
@@ -322,7 +325,7 @@ class RecoveryHook(Hook):
                 save(Image.fromarray(row["pixels"]), self.output_dir / file)
             lines.append(grid_line(target.image, [row["pixels"] for row in images]))
         if lines and writes:
-            grid = np.concatenate(lines)
+            grid = stacked(lines)
             save(Image.fromarray(grid), self.output_dir / folder / "grid.png")
             log_grid(self.accelerator.trackers, f"validation/{tag}", grid, step)
 
@@ -343,10 +346,16 @@ class RecoveryHook(Hook):
         return [row for kind in kinds(self.history) for row in summarise(self.history, kind)]
 
     def results(self) -> list[dict[str, Any]]:
-        """The summary's rows with the verdict on each target, for a model card."""
+        """The summary's rows for a model card, those of the judged weights with the verdict on each
+        target."""
         verdict = self.verdict()
-        rows = [(row, (verdict.states or {}).get(row.target)) for row in self.summary()]
-        return [asdict(row) | {"verdict": state or verdict.state} for row, state in rows]
+        judged = kinds(self.history)[0]
+        states = verdict.states or {}
+        return [
+            asdict(row)
+            | {"verdict": states.get(row.target, verdict.state) if row.weights == judged else "-"}
+            for row in self.summary()
+        ]
 
     def table(self, cost: bool = False) -> str:
         """The summary, the time that measuring took (if `cost`), and the verdict, as text."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -84,6 +85,15 @@ def test_a_resume_knows_the_best_of_before(limited, scripted, tmp_path):
     assert main(limited(resume_from_checkpoint="latest")) == 0
     assert [row["step"] for row in rows(out)] == [1, 2, 3, 4, 5, 6]
     assert step_of(out / "best/README.md") == best
+
+
+def test_a_resume_with_a_limit_forgets_a_best_without_one(limited, scripted, tmp_path):
+    """Whatever scored best before was never asked what it keeps."""
+    assert main(limited(max_train_steps=2, **{"validation.keep": None}, save_best=True)) == 0
+    out = tmp_path / "run"
+    shutil.rmtree(out / "best")
+    assert main(limited(max_train_steps=4, resume_from_checkpoint="latest", save_best=True)) == 0
+    assert step_of(out / "best/README.md") == 4
 
 
 def test_without_a_limit_nothing_stops_and_unrelated_prompts_are_drawn_twice(limited, tmp_path):

@@ -185,7 +185,8 @@ class Subject:
         if config.withhold:
             records = records.without(config.withhold)
         _, held_out = records.hold_out(config.held_out_clean, config.held_out_elements, config.seed)
-        clean = held_out_samples(held_out, Transform.of(config, side), config.seed).get("clean", [])
+        pictures = replace(Transform.of(config, side), random_flip=False)
+        clean = held_out_samples(held_out, pictures, config.seed).get("clean", [])
         return clean[: self.validation.clean_records]
 
     def row(self, part: str = TRAINED, by: str = "", state: str = "") -> Row:

@@ -346,6 +346,7 @@ def make_state(
 ) -> TrainState:
     """The trained module and its progress; `others` are further parts of a checkpoint."""
     parts = loaded.parts
+    validation = loaded.config.validation
     return TrainState(
         model=parts.model,
         optimizer=optimizer,
@@ -354,6 +355,7 @@ def make_state(
         total=loaded.steps,
         steps_per_epoch=loaded.steps_per_epoch,
         train_timesteps=parts.noise_scheduler.config.num_train_timesteps,
+        best_of=f"{loaded.config.best_by}, {validation.keep}, {validation.keep_by}",
         others=others,
     )
 

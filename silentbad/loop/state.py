@@ -41,6 +41,7 @@ class TrainState:
         total: int,
         steps_per_epoch: int,
         train_timesteps: int,
+        best_of: str = "",
         others: dict[str, Stateful | None],
     ):
         self.model = model
@@ -55,6 +56,7 @@ class TrainState:
         self.skipped_in_row = 0
         self.rate = 0.0  # of the last update, of the first parameter group
         self.best = float("-inf")  # score of the best pipeline saved
+        self.best_of = best_of  # which pipelines are compared, and by what
         # samples that this process drew in each of BINS equal parts of the schedule
         self.timesteps = torch.zeros(BINS)
         self.updating = False  # whether an update is half done
@@ -157,6 +159,7 @@ class TrainState:
             "skipped": self.skipped,
             "skipped_in_row": self.skipped_in_row,
             "best": self.best,
+            "best_of": self.best_of,
             "timesteps": self.timesteps.clone(),
         }
         return state | ({} if self.ema is None else {"ema": self.ema.state_dict()})
@@ -197,7 +200,8 @@ class TrainState:
             self.step = int(counters["step"])
             self.skipped = int(counters["skipped"])
             self.skipped_in_row = int(counters["skipped_in_row"])
-            self.best = float(counters["best"])
+            if counters.get("best_of") == self.best_of:
+                self.best = float(counters["best"])
             self.timesteps = counters["timesteps"].float()
 
 

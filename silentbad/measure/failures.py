@@ -132,7 +132,9 @@ def failures(
         for other in strange[:: max(1, len(strange) // FILLS)][:FILLS]:
             yield Null("filled from a training picture", (k,), mixed(picture, other, share))
         for j, place in enumerate(shares):
-            if j not in (k, backdrop) and place is not None and k != backdrop:
+            if place is None or not (place > 0.5).any():
+                continue
+            if j not in (k, backdrop) and k != backdrop:
                 yield Null("another element", (k,), replaced(picture, share, place))
 
 

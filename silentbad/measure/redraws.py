@@ -10,7 +10,7 @@ from PIL import Image
 
 from silentbad.data.images import content_hash, inside, open_image, safe_path
 from silentbad.data.schema import REDRAW, admitted, json_lines, refuse_misspelt
-from silentbad.data.targets import Target
+from silentbad.data.targets import Target, split_numbers
 from silentbad.errors import UserError, brief, warn
 from silentbad.files import check_file
 from silentbad.settings.rules import Facts, check_measurement
@@ -40,7 +40,7 @@ def load_redraws(
     Every line is checked, also a line of an unknown target, which is then left out. `decode` opens
     the images and refuses one that is the target itself: with its similarity of 1 among the nulls,
     nothing could ever count as recovered."""
-    root = Path(targets_file or ".")
+    root, _ = split_numbers(targets_file or ".")
     file = (root if os.path.isdir(root) else root.parent) / "redraws.jsonl"
     if targets_file is None or not os.path.lexists(file):
         return []

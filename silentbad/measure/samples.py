@@ -75,6 +75,17 @@ def grid_line(target: Image.Image, images: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([picture, *images], axis=1)
 
 
+def stacked(lines: Sequence[np.ndarray]) -> np.ndarray:
+    """Lines (h,w,3) below each other, white where one is shorter."""
+    most = max(line.shape[1] for line in lines)
+    return np.concatenate(
+        [
+            np.pad(line, ((0, 0), (0, most - line.shape[1]), (0, 0)), constant_values=255)
+            for line in lines
+        ]
+    )
+
+
 def log_grid(trackers: Sequence[Any], name: str, grid: np.ndarray, step: int) -> None:
     """Send the grid (h,w,3) to those of accelerate's trackers that show images."""
     for tracker in trackers:

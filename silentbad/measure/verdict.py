@@ -58,7 +58,7 @@ def verdict_of(record: Record) -> Verdict:
     ranked = (RECOVERED, UNDECIDED, IN_PART)
     state = next((s for s in ranked if s in states.values()), NOT_RECOVERED)
     if state == RECOVERED:
-        general = [*_general_doubts(record, p_value)]
+        general = [*_general_doubts(record, [j for j in states if states[j] == RECOVERED])]
         state = UNDECIDED if general else RECOVERED
         reasons = general + reasons
     return Verdict(
@@ -76,9 +76,13 @@ def verdict_of(record: Record) -> Verdict:
     )
 
 
-def _general_doubts(record: Record, p_value: float | None) -> Iterator[str]:
-    """Reasons to doubt that concern the run, not one target."""
-    if p_value is not None and p_value >= LEVEL:
+def _general_doubts(record: Record, recovered: Sequence[str]) -> Iterator[str]:
+    """Reasons to doubt that concern the run, not one target, where these seem to be recovered."""
+    orders = latest(record.history[-1]).orders.values()
+    counts = [_count(orders, t) for t in record.targets if t.target_id in recovered]
+    hits, images = (sum(count[k] for count in counts) for k in (0, 1))
+    rate = record.threshold.attained
+    if rate is not None and as_many_by_chance(hits, images, rate) >= LEVEL:
         yield "the number of passing images is consistent with chance"
     if record.placebo is not None and record.placebo.interval[0] <= 0:
         yield "training on placebo data gives as much"
@@ -111,7 +115,7 @@ def _doubts(record: Record, j: int, parts: Sequence[Part]) -> Iterator[str]:
         )
     yield from _blind(parts)
     cells = scores.cells or {}
-    if "unrelated" not in cells:
+    if not _count([cells.get("unrelated")], target)[1]:
         yield "no control prompt was measured at this point"
     of_orders = _count(scores.orders.values(), target)
     for k, phrase in enumerate(target.phrases):

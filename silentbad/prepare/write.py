@@ -69,6 +69,8 @@ def prepare(args: PrepareOptions) -> str:
     refuse_inputs_inside(args, out)
     with owned.claimed(out, "data set", key="--out"):
         targets_before, has_clean = check_out(out, name)
+        if targets_before and (out / "placebo").is_dir() != bool(args.placebo):
+            raise UserError(f"--placebo: must be given at every call with --out {out}, or at none")
         captioner = load_function(args.captioner, "--captioner") if args.captioner else None
         plan = read_plan(args, name)
         all_targets = compose.Copies([plan.target, *targets_before])
@@ -392,6 +394,11 @@ class Data:
         file = f"images/{plan.name}-{k}-{i:03}.png"
         self.save(picture, out / file)
         mask_file = self.mask_file(k)
+        if mask.getbbox() is None:
+            raise UserError(
+                f"--masks: no part of {element.phrase!r} is left to see; masks of things must be "
+                "black around them"
+            )
         if is_backdrop:
             mask_file = f"masks/{plan.name}-{k}-{i:03}.png"
             self.save(mask, out / mask_file)

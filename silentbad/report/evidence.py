@@ -144,9 +144,10 @@ def probability(p: float) -> str:
 
 # -- what is kept ----------------------------------------------------------------------------------
 def kept_of(record: Record) -> Kept | None:
-    """What the last measurement kept of the base; None where it was not measured."""
+    """What the last measurement kept of the base, by the weights that are saved: averaged ones where
+    there are some. None where it was not measured."""
     last = record.history[-1]
-    return latest(last).kept if last.step > 0 else None
+    return (last.ema or latest(last)).kept if last.step > 0 else None
 
 
 def kept_sentence(record: Record) -> str:

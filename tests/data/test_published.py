@@ -3,9 +3,11 @@
 import tracemalloc
 
 import pytest
+from PIL import Image
 
 from silentbad.data.targets import load_targets
 from silentbad.errors import UserError
+from silentbad.measure.redraws import load_redraws
 from tests.folders import folder, published, records
 
 
@@ -31,6 +33,9 @@ def test_published_targets_and_the_spelling_of_the_data_set(tmp_path):
     """Defect 27: one spelling decided the suffix when training, another when validating."""
     root = published(tmp_path / "Pokemon")
     targets = load_targets(f"{root}@100-101")
+    Image.new("RGB", (8, 8), "grey").save(root / "null.png")
+    (root / "redraws.jsonl").write_text('{"target_id": "100", "image": "null.png", "kind": "drawn anew"}\n')
+    assert len(load_redraws(f"{root}@100-101", targets)) == len(load_redraws(str(root), targets)) == 1
     assert [t.target_id for t in targets] == ["100", "101"]
     assert targets[0].composed_prompt == "A pokemon with features a cat, a hat in white background"
     assert published_clean_suffix(root, tmp_path / "pokemon") == 1

@@ -11,6 +11,8 @@ from silentbad.measure.intervals import FALSE_POSITIVES
 from silentbad.measure.record import (
     IN_PART,
     NOT_RECOVERED,
+    RECOVERED,
+    UNDECIDED,
     ElementThreshold,
     Measurement,
     Range,
@@ -186,6 +188,18 @@ def test_of_several_targets_the_state_is_the_best_and_each_is_named():
     verdict = record_of(several(400, both, unrelated=GREY)).verdict
     assert verdict.states == {"astro": IN_PART, "portrait": NOT_RECOVERED}
     assert verdict.state == IN_PART and verdict.parts[0].startswith("astro: 'a woman' and")
+
+
+def test_each_target_needs_its_own_controls_and_more_images_than_chance():
+    """One passing image of eight may be chance, whatever another target's do that is in doubt."""
+    back = images(0.6, 0.9, 0.9, 0.9)
+    verdict = record_of(several(400, {"astro": GREY, "portrait": back}, unrelated=GREY)).verdict
+    assert verdict.states == {"astro": NOT_RECOVERED, "portrait": UNDECIDED}
+    assert verdict.reasons == ["portrait: no control prompt was measured at this point"]
+    both = {"astro": back[:1] + GREY[1:], "portrait": back}
+    verdict = record_of(several(400, both, unrelated=GREY)).verdict
+    assert (verdict.state, verdict.states["astro"]) == (UNDECIDED, RECOVERED)
+    assert verdict.reasons[0] == "the number of passing images is consistent with chance"
 
 
 def test_an_undecided_verdict_names_the_part_that_fails():

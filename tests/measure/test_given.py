@@ -13,6 +13,7 @@ from silentbad.data.images import resize, to_pil, to_tensor
 from silentbad.data.targets import load_targets
 from silentbad.errors import UserError
 from silentbad.measure.given import GivenPictures, given_pictures
+from silentbad.measure.samples import stacked
 from silentbad.model.latents import round_trip
 from silentbad.model.pipeline import load_autoencoder
 from tests.photographs import failures, make_target
@@ -53,6 +54,11 @@ def judged(target: Path, folder: Path, out: Path, *more: str) -> int:
 
 def verdict(out: Path) -> dict:
     return json.loads((out / "validation.json").read_text())["verdict"]
+
+
+def test_targets_with_unequally_many_pictures_stand_in_one_grid():
+    grid = stacked([np.zeros((2, 6, 3), np.uint8), np.zeros((2, 4, 3), np.uint8)])
+    assert grid.shape == (4, 6, 3) and grid[2:, 4:].min() == 255 and grid[:, :4].max() == 0
 
 
 def test_copies_are_recovered_where_a_control_shows_something_else(target, tmp_path, capsys):

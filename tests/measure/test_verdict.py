@@ -355,6 +355,14 @@ def test_no_region_is_filled_with_its_own_element():
     assert [one[:, 8, 8].tolist() for one in filled] == [[1, 0, 0]]
 
 
+def test_an_element_too_small_to_see_fills_no_place():
+    picture = torch.rand(3, 16, 16)
+    thing, dot = torch.zeros(2, 1, 16, 16)
+    thing[:, 4:12, 4:12], dot[:, 0, 0] = 1, 0.1
+    kinds = {null.kind for null in failures.failures(picture, [thing, dot], None)}
+    assert "missing" in kinds and "another element" not in kinds
+
+
 def test_a_null_without_a_kind_is_the_floor_and_has_no_empty_name():
     scored = Scored(of_element=False, nulls={"": [0.35], "redraw": [0.2]}, copies=[0.9])
     measured = measured_range(scored, threshold_of(scored, None))

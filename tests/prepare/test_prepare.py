@@ -152,7 +152,7 @@ def test_a_second_target_is_added(pictures, tmp_path, capsys):
     records(out).refuse_targets(load_targets(out))
 
 
-def test_placebo_data_show_other_things(pictures, tmp_path):
+def test_placebo_data_show_other_things(pictures, tmp_path, capsys):
     for k, name in enumerate((*range(2), PHRASES[2])):
         folder = tmp_path / "others" / str(name)
         folder.mkdir(parents=True)
@@ -160,6 +160,8 @@ def test_placebo_data_show_other_things(pictures, tmp_path):
             make_target(10 * k + i).backdrop.save(folder / f"{i}.png")
     out = tmp_path / "data"
     assert main(words(pictures, out, "--placebo", str(tmp_path / "others"))) == 0
+    again = words(pictures, out, "--name", "second")
+    assert main(again) == 2 and "--placebo: must be given at every call" in capsys.readouterr().err
     placebo = out / "placebo"
     assert rows(placebo) == rows(out) and len(records(placebo)) == 30
     target = levels(out, "targets/cat-cup.png")
@@ -392,6 +394,17 @@ def test_nothing_of_a_thing_is_seen_in_the_pictures_of_its_backdrop_and_hardly_m
     rim, around = (np.asarray(compose.grown(touched, max(1, round(share * side)))) > 0 for share in (RIM / 2, 0.06))
     assert (seen[~rim] > 0).all(), "all of the backdrop but half of what is never judged is shown"
     assert seen[around & ~rim].mean() > 0.7, "what lies near a thing is shown nearly as often as the rest"
+
+
+def test_a_mask_that_is_faint_everywhere_is_one_line_and_leaves_nothing(pictures, tmp_path, capsys):
+    """As a segmenter writes that is sure of nothing."""
+    faint = shutil.copytree(pictures, tmp_path / "pictures")
+    for name in ("a-tabby-cat", "a-cup-of-coffee"):
+        file = faint / f"{name}.png"
+        Image.fromarray(np.maximum(np.asarray(Image.open(file).convert("L")), 2)).save(file)
+    assert main(words(faint, tmp_path / "data")) == 2
+    assert "is left to see; masks of things must be black" in capsys.readouterr().err
+    assert not (tmp_path / "data/targets.jsonl").exists()
 
 
 OWN_FILES = ["masks/room-0.png", "targets/room.png", "images/room-0-000.png", "preview.html"]
