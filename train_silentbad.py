@@ -59,6 +59,7 @@ from silentbad.saving import card, checkpoint
 from silentbad.saving.folder import RunFolder, facts, stamped
 from silentbad.settings import user_code
 from silentbad.settings.reader import to_dict
+from silentbad.settings.rules import precision_of
 from silentbad.settings.train import TrainConfig, own_code
 from validation import RecoveryHook
 
@@ -148,6 +149,11 @@ def steps(run: Run, requests: Requests) -> int:
                 stop = boundary(run, requests, bar)
             if stop:
                 return stopped(run, stop)
+        stop, *_ = requests.agreed()  # since the last boundary
+        if stop and state.step:
+            if not config.dry_run:
+                run.checkpoints.save("signal")
+            return stopped(run, stop)
     return 0
 
 
@@ -432,6 +438,8 @@ def try_out(run: Run) -> int:
 def take_up(run: Run, checkpoint: Path) -> bool:
     """Load a checkpoint; True where the run it belongs to is finished."""
     run.checkpoints.load(checkpoint)
+    if not on_main(run.accelerator.is_main_process, (run.folder.path / "best").is_dir):
+        run.state.best = float("-inf")  # of a pipeline in another folder
     step = run.state.step
     total = run.state.total
     done = step >= total and run.folder.finished() == step
@@ -477,7 +485,7 @@ def main(
         if config.print_groups:
             settings = pipeline.scheduler_settings(config)
             checks.check_family(config, pipeline.family_for(config))
-            parts = pipeline.load_parts(config, settings, None)
+            parts = pipeline.load_parts(config, settings, None, precision_of(config))
             control = Controller(parts.model, config.gradient_control, config.seed)
             groups = control.param_groups(config.adam_weight_decay)
             print_result(f"{trains.table(config, parts, control.groups, groups)}\n")

@@ -83,7 +83,7 @@ class Curvature(Hook):
         self.first = rms if self.first is None else self.first
         self.measured = now if self.measured is None else now.lerp(self.measured, self.mean)
         b, C = self.measured[:, 0] * self.first, self.measured[:, 1:] * self.first.outer(self.first)
-        a = best_rates(b.numpy(), C.numpy(), self.bound)
+        a = best_rates(b.cpu().numpy(), C.cpu().numpy(), self.bound)
         RATES.update(zip(self.roles, a / np.exp(np.log(a).mean()), strict=True))
 
     def along(

@@ -13,8 +13,9 @@ from gradient_control import Controller, check_config, combine
 from silentbad.errors import UserError
 from silentbad.loop import hooks
 from silentbad.loop.hooks import Hook, Hooks
-from silentbad.saving import checkpoint
+from silentbad.saving import checkpoint, identity
 from silentbad.settings.control import GradientControlConfig
+from silentbad.settings.user_code import places_in
 from tests.toy import Toy, run, stats_of
 from tests.toy import config as toy_config
 from tests.training import checked, rows, same, step_once, weights
@@ -178,6 +179,13 @@ def test_a_file_that_moved_resumes(flags, counts, tmp_path):
     (tmp_path / "counts.py").rename(tmp_path / "elsewhere/counts.py")
     moved = f"{tmp_path}/elsewhere/counts.py:Counts"
     assert main(flags(max_train_steps=2, hooks=moved, resume_from_checkpoint="latest")) == 0
+
+
+def test_places_among_options_are_compared_without_their_folders():
+    """Options of own code may have any name, whatever the settings call places by."""
+    options = {"/a/mine.py:H": {"error": 0.1, "of": ["/a/mine.py:other", 3]}}
+    assert [*places_in({"hook_options": options})] == ["/a/mine.py:other"]
+    assert identity._shortened(options) == {"mine.py:H": {"error": 0.1, "of": ["mine.py:other", 3]}}
 
 
 def test_a_hook_chooses_the_noise_level_and_modifies_gradients(build, tmp_path):
@@ -445,8 +453,9 @@ def test_a_file_that_is_not_there_is_named_before_anything_loads(key, name, flag
     assert key in line and f"no file {tmp_path}/nowhere.py" in line
 
 
-def test_a_state_that_would_not_load_is_refused_at_once(build, tmp_path):
-    text = HOOK + "    def __init__(self, context): pass\n    def state_dict(self): return {'self': self}\n"
+@pytest.mark.parametrize("value", ["self", "__import__('numpy').float64(1)"])
+def test_a_state_that_would_not_load_is_refused_at_once(value, build, tmp_path):
+    text = HOOK + f"    def __init__(self, context): pass\n    def state_dict(self): return {{'value': {value}}}\n"
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(UserError, match="the state_dict of mine.py:Mine holds more than tensors"):
         build(hooks=f"{tmp_path}/mine.py:Mine")

@@ -18,7 +18,7 @@ from silentbad.data.elements import epoch_length
 from silentbad.data.loader import Loader, Stream, collate
 from silentbad.data.records import Records
 from silentbad.distributed import shards
-from silentbad.errors import warn
+from silentbad.errors import UserError, warn
 from silentbad.loop import checks, optimizers
 from silentbad.loop.hooks import Hook, HookContext, Hooks, OwnHooks
 from silentbad.loop.inputs import Inputs, load_inputs, shown, with_masks
@@ -188,6 +188,11 @@ def load(config: TrainConfig, accelerator: Accelerator, folder: RunFolder, shard
     samples_per_epoch = epoch_length(inputs.info, config.memory.sampler.clean_ratio)
     steps_per_epoch = -(-samples_per_epoch // effective_batch)
     steps = config.max_train_steps or config.num_train_epochs * steps_per_epoch
+    if config.lr_scheduler != "constant" and config.lr_warmup_steps >= steps:
+        raise UserError(
+            f"lr_warmup_steps: {config.lr_warmup_steps} leaves nothing of the {steps} steps of "
+            f"{config.num_train_epochs} epochs"
+        )
     draws = steps * effective_batch / samples_per_epoch  # of each record
     if config.memory.rehearsal.name.startswith("pairwise"):  # the law was fitted to these alone
         own_pictures = inputs.prior is not None

@@ -5,6 +5,7 @@ from silentbad.data import buckets
 from silentbad.data.elements import DataInfo
 from silentbad.data.records import Records
 from silentbad.errors import UserError
+from silentbad.memory.probes import FEWEST
 from silentbad.model.family import Family
 from silentbad.settings import memory as roles
 from silentbad.settings.memory import REHEARSED, ROLES
@@ -23,9 +24,17 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
             "memory.region.name=mask: no record has a mask; give masks in the metadata, or set "
             "memory.region.name to estimated, which finds them from at least 4 pictures a phrase"
         )
+    few = all(len(rows) < FEWEST for rows in info.rows)
+    if memory.region.name == "estimated" and few and not (records.masked and info.rows):
+        raise UserError(
+            f"memory.region.name=estimated: no element has {FEWEST} pictures, from which its mask is "
+            "estimated; give more pictures, or set memory.region.name to none"
+        )
     rehearses = memory.rehearsal.name in REHEARSED or is_place(memory.rehearsal.name)
     added_roles = ["rehearsal"] if rehearses else []
-    unseen = {"clean"} if memory.sampler.clean_ratio == 0 else set()
+    ratio = memory.sampler.clean_ratio
+    shows_clean = ratio is None or round(ratio * sum(map(len, info.rows)))
+    unseen = set() if shows_clean else {"clean"}
     there = {*info.roles, *added_roles} - unseen
     for role in ROLES:
         names = changed_fields(getattr(memory.roles, role))
@@ -36,6 +45,11 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
     if there and not any(roles.role_settings(memory)[role].loss_weight for role in there):
         named = " and ".join(sorted(there))
         raise UserError(f"memory.roles: loss_weight is 0 for {named}, so nothing would be learnt")
+    if memory.retention.name == "self_distillation" and "clean" not in there:
+        raise UserError(
+            "memory.retention.name=self_distillation: no clean record is shown, on which it acts; "
+            "leave it out"
+        )
     if memory.rehearsal.name == "leak_free":
         captioned = (
             ("rehearsal", "clean") if roles.dropout(memory).get("clean", 0) < 1 else ("rehearsal",)

@@ -10,6 +10,7 @@ Legend: B samples, T trained tensors, C,h,w shape of the latents.
 """
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,9 +271,7 @@ class OwnHooks(Hooks):
         """Raises UserError where a state could not be read back."""
         states = {name: h.state_dict() for name, h in zip(self.names, self.each, strict=True)}
         for name, state in states.items():
-            if not is_plain(state):
-                right = "tensors, numbers, text, lists, dicts"
-                raise UserError(f"hooks: the state_dict of {name} holds more than {right}")
+            check_state(f"hooks: the state_dict of {name}", state)
         return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -281,10 +280,18 @@ class OwnHooks(Hooks):
             hook.load_state_dict(state[name])
 
 
+def check_state(what: str, state: Any) -> None:
+    """Refuse a state that a checkpoint could not read back."""
+    if not is_plain(state):
+        right = "tensors, numbers of Python, text, lists, dicts"
+        raise UserError(f"{what} holds more than {right}")
+
+
 def is_plain(value: Any) -> bool:
-    """Whether a checkpoint can hold a value: what it reads back runs no code."""
-    if isinstance(value, dict):
-        return all(isinstance(key, (str, int)) and is_plain(each) for key, each in value.items())
-    if isinstance(value, (list, tuple)):
+    """Whether a checkpoint can hold a value: what it reads back runs no code. A number of numpy is
+    a float in Python too, and is written in another way."""
+    if type(value) in (dict, OrderedDict):
+        return all(type(key) in (str, int) and is_plain(each) for key, each in value.items())
+    if type(value) in (list, tuple):
         return all(map(is_plain, value))
-    return value is None or isinstance(value, (Tensor, bool, int, float, str))
+    return value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from silentbad.data.elements import DataInfo
 from silentbad.device import scalars
-from silentbad.loop.hooks import MicroStep
+from silentbad.loop.hooks import MicroStep, check_state
 from silentbad.memory.probes import Element, PhraseMemory
 from silentbad.settings.types import NotNegative
 
@@ -93,6 +93,8 @@ class Auxiliaries(dict):
             if choice.name != "none":
                 self[slot] = registry[slot][choice.name](unet, facts, **choice.options)
         self.meters: dict[str, Any] = {}
+        for slot, state in self.state_dict().items():
+            check_state(f"memory.{slot}.name: its state_dict", state)
 
     def __call__(self, now: MicroStep) -> torch.Tensor | None:
         """The sum of the auxiliaries that act in this micro-step, each times its weight; or None."""

@@ -17,6 +17,8 @@ from silentbad.device import Mailbox, send
 from silentbad.memory.masks import estimate_mask, mask_to_image
 from silentbad.model.diffusion import prediction_target
 
+FEWEST = 4  # pictures of an element from which its mask is estimated
+
 
 @dataclass
 class Element:
@@ -181,7 +183,7 @@ def build_bank(
     info, encode: Callable, pictures: Callable, count: int, device, most: int = 12
 ) -> list[Element]:
     """The first `count` pictures of each element, with their masks. Where one of them has no mask,
-    one for all is estimated from up to `most` pictures of the element, if it has four. It is
+    one for all is estimated from up to `most` pictures of the element, if it has FEWEST. It is
     estimated from pixels, since latents of small pictures are too coarse."""
     bank = []
     for rows in info.rows:
@@ -192,7 +194,7 @@ def build_bank(
         estimated = None
         if bool(batch["has_mask"].all()):
             masks = batch["mask"]
-        elif len(rows) >= 4:
+        elif len(rows) >= FEWEST:
             estimated = estimate_mask(pictures(rows)["pixel_values"])
             masks = estimated.expand(len(latents), -1, -1, -1)
         if masks is not None:

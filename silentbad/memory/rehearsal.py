@@ -296,7 +296,9 @@ class Rehearsal:
                 "shown or named together; take none, or leak_free where clean captions join "
                 "phrases"
             )
-        if name.startswith("pairwise") and (wanted := options.get("elements", 2)):
+        if name.startswith("pairwise") and (wanted := options.get("elements", 2)) is not None:
+            if wanted < 2:
+                raise UserError("memory.rehearsal.options.elements: must be 2 or more, or null")
             for target, size in sizes.items():
                 check_union(wanted, size, target)
 
@@ -324,7 +326,7 @@ class Rehearsed:
 
     def add(self, united: list[tuple[int, int] | None]) -> None:
         """Take in the `united` of a batch."""
-        joined = [(u[0], u[1]) for u in united if u is not None]
+        joined = [(int(u[0]), int(u[1])) for u in united if u is not None]
         self.count += len(joined)
         self.largest = max((self.largest, *joined), key=lambda u: u[0] / max(u[1], 1))
 

@@ -81,6 +81,12 @@ class RunFolder:
                 f"({', '.join(whole)}), which would mix with what follows; give another "
                 f"output_dir, or remove them"
             )
+        elsewhere = start.resolve().parent != self.checkpoints.resolve()
+        if elsewhere and (self.pipeline.exists() or checkpoint.steps(self.checkpoints)):
+            raise UserError(
+                f"resume_from_checkpoint {start}: {self.path} holds another run; give another "
+                "output_dir"
+            )
         return start
 
     def _refuse_other_run(self, resuming: bool) -> None:

@@ -62,15 +62,12 @@ def facts(
     if config.buckets:  # the order is of micro-batches of this size, each of one shape
         left_out.remove("train_batch_size")
     settings = {
-        key: user_code.short(value) if isinstance(value, str) else value
-        for key, value in flat(asdict(config)).items()
-        if key not in left_out
+        key: value for key, value in flat(_shortened(asdict(config))).items() if key not in left_out
     }
     files = ("validation.embedder_path", "validation.clip_path", "validation.prompts")
     weights = {key: settings.get(key) for key in files}
     weights["base"] = config.pretrained_model_name_or_path
     code = user_code.record(own_code(config))
-    settings["hooks"] = [user_code.short(place) for place in config.hooks]
     of_run = settings | {
         **{f"{CODE}{user_code.short(place)}": entry["sha256"] for place, entry in code.items()},
         "effective batch": effective_batch,
@@ -92,6 +89,15 @@ def facts(
     if embedder is not None and may_be_bundled and not config.validation.embedder_path:
         of_run[BUNDLED] = weights_digest(str(MICRO))
     return json.loads(json.dumps(of_run, default=str))
+
+
+def _shortened(value: Any) -> Any:
+    """Settings with the places of own code in short: a file may move."""
+    if isinstance(value, dict):
+        return {_shortened(key): _shortened(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shortened(each) for each in value]
+    return user_code.short(value) if isinstance(value, str) else value
 
 
 def _tables(options: Any) -> list[str]:

@@ -71,7 +71,8 @@ class TimestepConfig(Choice):
     importance: bool = option(
         True,
         "w = 1/(T p): the policy changes the variance, not the objective",
-        needs="memory.timesteps.name",
+        needs="memory.timesteps.name or memory.roles.element.timesteps.name or "
+        "memory.roles.rehearsal.timesteps.name or memory.roles.clean.timesteps.name or hooks",
         idle="warned",
     )
 

@@ -70,9 +70,9 @@ def places_in(settings: Mapping[str, Any]) -> Iterator[str]:
     for key, value in settings.items():
         if isinstance(value, dict):
             yield from places_in(value)
-        elif key in NAMING and value:
+        elif key in NAMING and isinstance(value, (str, list, tuple)):
             names = value.split("+") if isinstance(value, str) else value
-            yield from filter(is_place, names)
+            yield from (name for name in names if isinstance(name, str) and is_place(name))
 
 
 def record(places: list[str]) -> dict[str, dict[str, str]]:

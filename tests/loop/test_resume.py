@@ -158,6 +158,15 @@ def test_a_length_below_the_checkpoint_is_refused(flags, tmp_path, capsys):
     assert main(flags("another", max_train_steps=3, **again)) == 0
 
 
+def test_a_resume_does_not_write_over_another_run(flags, tmp_path, capsys):
+    for name in ("a", "b"):
+        assert main(flags(name, max_train_steps=2, checkpointing_steps=2)) == 0
+    again = {"resume_from_checkpoint": tmp_path / "a/checkpoints/step-2", "max_train_steps": 3}
+    assert main(flags("b", **again)) == 2
+    assert "holds another run; give another output_dir" in capsys.readouterr().err
+    assert json.loads((tmp_path / "b/finished.json").read_text()) == {"step": 2}
+
+
 def test_going_back_behind_checkpoints_of_the_folder_is_refused(flags, tmp_path, capsys):
     assert main(flags(max_train_steps=4, checkpointing_steps=2)) == 0
     again = {"resume_from_checkpoint": tmp_path / "run/checkpoints/step-2"}

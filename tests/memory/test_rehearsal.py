@@ -322,3 +322,5 @@ def test_a_training_knows_what_it_withholds(tmp_path, pipelines):
     info = load_inputs(config, Accelerator(cpu=True), sharded=False).info
     assert info.keys == ["t0/t0-0", "t0/t0-2"] and info.phrases_of("t0") == ["a red cat", "a gold cup", "a blue hat"]
     rehearsal.Rehearsal("pairwise", {"elements": None}, info=info, seed=0, load=dict, masks={})
+    with pytest.raises(UserError, match="elements: must be 2 or more"):
+        rehearsal.Rehearsal("pairwise", {"elements": 1}, info=info, seed=0, load=dict, masks={})

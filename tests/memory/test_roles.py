@@ -63,7 +63,7 @@ def test_an_element_named_by_its_phrase_stays_itself():
 
 def test_a_role_has_its_own_timesteps_and_weight():
     """Others keep theirs to the bit; importance weights keep the expectation."""
-    of_elements = {"timesteps": roles.Part("snr_mixture"), "loss_weight": 3.0}
+    of_elements = {"timesteps": roles.Choice("snr_mixture"), "loss_weight": 3.0}
     plain, mixed = (Trainer(settings).memory for settings in (config(), config(element=of_elements)))
     of = {"role": ["element", "clean"] * 32}
     (t, w), (u, v) = (memory.timesteps(5, list(range(64)), 64, of) for memory in (plain, mixed))
@@ -75,7 +75,7 @@ def test_a_role_has_its_own_timesteps_and_weight():
 
 def test_the_density_of_a_role_is_judged_before_weights_load():
     with pytest.raises(UserError, match="memory.timesteps: the uniform share is 0.05"):
-        check(config(clean={"timesteps": roles.Part("snr_mixture", {"middle": 0.8})}))
+        check(config(clean={"timesteps": roles.Choice("snr_mixture", {"middle": 0.8})}))
 
 
 @pytest.mark.parametrize(
