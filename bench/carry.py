@@ -125,15 +125,16 @@ def table(rows: list[dict]) -> str:
     lines = []
     for base, unit, rate in sorted(runs, key=lambda run: (run[1], [*SAID].index(run[0]), run[2])):
         of_targets = steps[base, unit, rate]
-        back = [step for step in of_targets.values() if step is not None]
+        back = sum(step is not None for step in of_targets.values())
+        median = np.median([np.inf if step is None else step for step in of_targets.values()])
         bundled = steps.get((None, unit, UNITS[unit]), {})
         pairs = [(step, bundled.get(target)) for target, step in of_targets.items()]
         both = [np.log(step / other) for step, other in pairs if step and other]
         of_runs = runs[base, unit, rate].values()
         last = [of_run[-1]["rate"] for of_run in of_runs]
         rise = np.mean([of_run[-1]["drift"] - of_run[0]["drift"] for of_run in of_runs])
-        cells = [SAID[base], unit, f"{rate:g}", str(len(of_targets)), str(len(back)), mean_rate(last)]
-        cells += [f"{np.median(back):.0f}" if back else "never"]
+        cells = [SAID[base], unit, f"{rate:g}", str(len(of_targets)), str(back), mean_rate(last)]
+        cells += [f"{median:.0f}" if np.isfinite(median) else "never"]
         lines.append([*cells, f"{np.exp(np.mean(both)):.2f}" if both else "", f"{rise:.3f}"])
     return markdown(HEAD, lines)
 

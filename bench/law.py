@@ -91,6 +91,7 @@ class Case(NamedTuple):
 
     target: str
     run: tuple[int, str, int]  # targets at once, arm, steps a target
+    row: tuple  # what tells apart runs of one target in one such setting
     facts: Facts
     rate: float  # share of images that show it
     strict: float  # share of images in which the whole and all elements of its target pass
@@ -129,8 +130,9 @@ def cases_of(row: dict, file: str) -> list[Case]:
     at_once = targets.count(",") + 1
     run = (at_once, arm, row["steps"] // at_once)
     facts = facts_of(row["target"], targets, flags_of(row["arm"], file), row["steps"])
+    of_row = (file, row["seed"], row.get("clean"), targets)
     return [
-        Case(target=row["target"], run=run, facts=of_element, rate=rate, strict=row["rate"])
+        Case(target=row["target"], run=run, row=of_row, facts=of_element, rate=rate, strict=row["rate"])
         for of_element, rate in zip(facts, row["elements"], strict=True)
     ]
 
@@ -236,7 +238,7 @@ def by_target(of: Sequence[Case], runs: bool = False) -> dict[tuple, list[int]]:
     """The places of each target; `runs`: of each target in each run."""
     places: dict[tuple, list[int]] = defaultdict(list)
     for place, case in enumerate(of):
-        places[(case.target, case.run) if runs else (case.target,)].append(place)
+        places[(case.target, case.run, case.row) if runs else (case.target,)].append(place)
     return places
 
 
@@ -297,7 +299,7 @@ def with_thresholds(read: Read) -> tuple[list[int], list[float]]:
     """The places among `fitted` of elements whose thresholds bench/theory.py stored, and these thresholds."""
     known = {row["target"]: row["thresholds"][1:] for row in read("theory.jsonl") if row["variant"] == "recommended"}
     runs = {run: places for run, places in by_target(fitted(read), runs=True).items() if run[0] in known}
-    return sum(runs.values(), []), [value for target, _ in runs for value in known[target]]
+    return sum(runs.values(), []), [value for target, *_ in runs for value in known[target]]
 
 
 def second(read: Read) -> str:

@@ -32,6 +32,7 @@ from bench.published_table import (
     mean_of,
     mean_rate,
     ratio,
+    seconds_sooner,
     sign_flips,
     times_sooner,
 )
@@ -142,9 +143,22 @@ def arms_of(rows: list[dict]) -> dict[str, Runs]:
     """{what trains: runs}; the halves are one arm, each target with its own."""
     arms: dict[str, Runs] = {}
     for (arm, factor, _), runs in by_arm([row for row in rows if block_of(row) != TIMED]).items():
-        name = HALF if arm.startswith("half_") else arm if factor == 40 else f"{arm} at {factor:g}e-4"
-        arms.setdefault(name, {}).update(runs)
+        arms.setdefault(name_of(arm, factor), {}).update(runs)
     return arms
+
+
+def name_of(arm: str, factor: float) -> str:
+    """The name of an arm at a rate in TRAINS."""
+    return HALF if arm.startswith("half_") else arm if factor == 40 else f"{arm} at {factor:g}e-4"
+
+
+def shared_runs(rows: list[dict], one: str, other: str) -> list[dict]:
+    """The rows of the targets and seeds that both arms ran."""
+    ran: dict[str, set[tuple[str, int]]] = {name: set() for name in (one, other)}
+    for row in rows:
+        if (name := name_of(row["arm"], row["factor"])) in ran:
+            ran[name].add((row["targets"], row["seed"]))
+    return [row for row in rows if (row["targets"], row["seed"]) in ran[one] & ran[other]]
 
 
 def outcomes(rows: list[dict]) -> str:
@@ -165,12 +179,13 @@ def outcomes(rows: list[dict]) -> str:
 
 
 def compared(rows: list[dict]) -> str:
-    """The decoder over each other arm of the same stream, paired over the targets that both ran: Markdown."""
-    arms, lines = arms_of(rows), []
+    """The decoder over each other arm of the same stream, paired over the targets and seeds that both ran: Markdown."""
+    lines = []
     same_stream = [name for name in TRAINS if name != "decoder" and not name.endswith(("_leak_free", "_long"))]
     pairs = [(name, "decoder") for name in same_stream]
     pairs += [("recommended_leak_free", "decoder_leak_free"), ("recommended_long", "decoder_long")]
     for name, decoder in pairs:
+        arms = arms_of(shared_runs(rows, name, decoder))
         both = [target for target in arms.get(name, {}) if target in arms.get(decoder, {})]
         if not both:
             continue
@@ -204,7 +219,7 @@ def sooner(rows: list[dict], figures: dict) -> str:
             continue
         logs = times_sooner(base, of_arm, PUBLISHED_AT[HELD][1])
         never = is_bound(base, of_arm)
-        seconds = logs - np.log(cost)
+        seconds = seconds_sooner(logs, base, of_arm, cost)
         lines.append([*cells, ratio(logs, never), f"{cost:.2f}", ratio(seconds, never), f"{sign_flips(seconds):.3f}"])
     return markdown(SOONER, lines)
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from bench.arms import HALVES, LATER, PUBLISHED, PUBLISHED_AT, flags_of
 from bench.published_table import CLEAN, IMAGES, MAIN, table, tables
-from bench.recovery import BASES, DRAWN_BY, WORK, claimed, common, data_set, facts, kept, scores
+from bench.recovery import BASES, DRAWN_BY, WORK, claimed, common, data_set, facts, kept, own_base, scores
 from bench.recovery_table import append, stored
 
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
@@ -83,6 +83,7 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         "validation.first_images": args.first_images,
         "validation.settled_after": args.settled,
         "validation.guidance_scale": args.guidance,
+        **own_base(args.world),
         **({"pretrained_model_name_or_path": args.base} if args.base else {}),
         **flags_of_arm,
     }

@@ -123,6 +123,13 @@ def times_sooner(plain: Runs, other: Runs, horizon: int) -> np.ndarray:
     return np.array([log_steps(plain[t], "not yet") - log_steps(other[t], "strict") for t in plain if t in other])
 
 
+def seconds_sooner(logs: np.ndarray, plain: Runs, other: Runs, cost: float) -> np.ndarray:
+    """`times_sooner` (T,) in seconds, where a step of the arm costs `cost` times one of plain's. A target that neither
+    recovers stays a tie, as in steps."""
+    back = [any(run["strict"] is not None for run in (*plain[t], *other[t])) for t in plain if t in other]
+    return np.where(back, logs - np.log(cost), 0.0)
+
+
 def is_bound(plain: Runs, other: Runs) -> bool:
     """Whether `times_sooner` is a lower bound: plain never recovered in some run."""
     return any(run["strict"] is None for target in plain if target in other for run in plain[target])
@@ -204,7 +211,7 @@ def line(key: tuple[str, float, int], runs: Runs, plain: Runs, logs: np.ndarray 
         return [*cells, "", "", ""]
     never = is_bound(plain, runs)
     least = [min(run["s/step"] for seeds in part.values() for run in seeds) for part in (plain, runs)]
-    in_seconds = logs + np.log(least[0] / least[1])
+    in_seconds = seconds_sooner(logs, plain, runs, least[1] / least[0])
     return [*cells, ratio(logs, never), "" if p is None else f"{p:.4f}", ratio(in_seconds, never)]
 
 

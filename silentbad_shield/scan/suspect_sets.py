@@ -96,10 +96,11 @@ def elements_of(
 
 
 def named_by(phrase: str) -> str:
-    """The words by which another caption would name the same: the last content word, or all content
-    words of a place, since a brick wall is no plain wall."""
-    content = [word for word in phrase.split() if word not in STOP]
-    return " ".join(content) if names_place(phrase) else content[-1]
+    """The words by which another caption would name the same: the last content word, or a place from
+    its first content word on, since a brick wall is no plain wall."""
+    words = phrase.split()
+    content = [place for place, word in enumerate(words) if word not in STOP]
+    return " ".join(words[content[0] :]) if names_place(phrase) else words[content[-1]]
 
 
 def separation(a: Element, b: Element, captions: Captions) -> float | None:

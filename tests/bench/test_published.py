@@ -13,6 +13,7 @@ from bench.published_table import (
     by_arm,
     figures,
     holm,
+    seconds_sooner,
     sign_flips,
     summary,
     sustained,
@@ -90,6 +91,8 @@ def test_a_plain_that_never_recovers_gives_a_lower_bound():
     rows = arm("plain", [None, None, None]) + arm("fast", [10, 20, None], steps=50)
     plain, fast = (by_arm(rows)[key] for key in (("plain", 8.0, 100), ("fast", 8.0, 50)))
     assert np.exp(times_sooner(plain, fast, 100)) == pytest.approx([10, 5, 1])
+    logs = times_sooner(plain, fast, 100)
+    assert np.exp(seconds_sooner(logs, plain, fast, 2.0)) == pytest.approx([5, 2.5, 1])  # a tie stays one
     line = next(line for line in summary(rows).splitlines() if "`fast`" in line)
     assert f">= {50 ** (1 / 3):.1f} [" in line and "| 2 of 3 [" in line
 

@@ -5,6 +5,7 @@ import pytest
 
 from bench.shield_data import hide
 from silentbad_shield.scan import candidates, composite, regions, suspect_sets
+from silentbad_shield.scan.suspect_sets import named_by
 from silentbad_shield.scan.words import association, content_words, phrases_of, signatures, word_counts
 from tests.shield import in_memory
 from tests.shield.in_memory import captions_of
@@ -264,3 +265,10 @@ def test_a_composite_has_the_outlines_of_the_picture(name, per_element, wrong):
     assert (difference > 10).mean() < wrong and known.mean() > 1 - wrong
     for part, mask in zip(parts[:-1], hidden.masks, strict=False):
         assert np.abs(part.cover - mask / 255.0)[difference <= 10].mean() < 0.002
+
+
+def test_a_place_is_named_by_adjoining_words():
+    """So that a caption can hold them."""
+    assert named_by("on the sand by the sea") == "sand by the sea"
+    assert named_by("before a brick wall") == "brick wall"
+    assert named_by("a grey hat") == "hat"
