@@ -130,7 +130,7 @@ def cases_of(row: dict, file: str) -> list[Case]:
     at_once = targets.count(",") + 1
     run = (at_once, arm, row["steps"] // at_once)
     facts = facts_of(row["target"], targets, flags_of(row["arm"], file), row["steps"])
-    of_row = (file, row["seed"], row.get("clean"), targets)
+    of_row = (file, row.get("seed"), row.get("clean"), targets)
     return [
         Case(target=row["target"], run=run, row=of_row, facts=of_element, rate=rate, strict=row["rate"])
         for of_element, rate in zip(facts, row["elements"], strict=True)

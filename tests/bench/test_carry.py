@@ -42,7 +42,7 @@ def test_steps_are_compared_target_by_target_within_a_unit():
     rows += run("quarter", "absolute", "1", 40) + run("quarter", "absolute", "2", None)
     rows += run(None, "relative", "1", 40) + run("four", "relative", "1", 40)
     assert [[*line[:5], *line[6:8]] for line in cells(rows)] == [
-        ["a quarter", "absolute", "40", "2", "1", "40", "2.00"],
+        ["a quarter", "absolute", "40", "2", "1", "never", "2.00"],
         ["bundled", "absolute", "40", "2", "2", "30", "1.00"],
         ["bundled", "relative", "54", "1", "1", "40", "1.00"],
         ["four times", "relative", "54", "1", "1", "40", "1.00"],
