@@ -93,6 +93,7 @@ def key(row: dict) -> tuple:
 
 def table(rows: list[dict], runs: list[dict]) -> str:
     """One line an arm: strict rates of the runs' own time, today's, and of true copies: Markdown."""
+    rows = [row for row in rows if row["judge"] == rows[-1]["judge"]]
     then = {key(row): row["rate"] for row in runs if row["arm"] != "base"}
     copies = {row["target"]: row["rate"] for row in rows if row["arm"] == COPIES}
     lines = []

@@ -96,7 +96,7 @@ class Loaded:
 
     @property
     def whole_pictures(self) -> Transform:
-        """The transform of pictures that are measured: squares."""
+        """The transform of pictures that are measured: squares, never mirrored."""
         return replace(self.transform, step=0, random_flip=False)
 
 
