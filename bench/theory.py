@@ -134,7 +134,9 @@ def element_records(name: str, other_rooms: bool) -> tuple[list[dict], Tensor]:
             mask = backdrop_mask(masks) if element == len(scene.things) else masks[-1]
             record: dict = {"image": picture, "mask": mask, "foreign": foreign(shown, masks, phrases_of(name))}
             record |= {"phrases": shown.phrases, "role": "element", "target_id": name, "element": element}
-            records.append({**record, "element_id": f"{name}/{element}", "shape": picture.size, "index": len(records)})
+            records.append(
+                {**record, "element_id": f"{name}/{element}", "resized": picture.size, "index": len(records)}
+            )
     return records, encode([record["image"] for record in records])
 
 

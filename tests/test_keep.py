@@ -1,9 +1,9 @@
 """A limit on what a training must keep: it ends the run, and best/ holds the best pipeline within it."""
 
 import hashlib
+import itertools
 import json
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -87,13 +87,18 @@ def test_a_resume_knows_the_best_of_before(limited, scripted, tmp_path):
     assert step_of(out / "best/README.md") == best
 
 
-def test_a_resume_with_a_limit_forgets_a_best_without_one(limited, scripted, tmp_path):
-    """Whatever scored best before was never asked what it keeps."""
-    assert main(limited(max_train_steps=2, **{"validation.keep": None}, save_best=True)) == 0
+@pytest.mark.parametrize("limit", [None, 0.8])
+def test_a_resume_with_a_limit_forgets_a_best_without_one(limit, limited, scripted, tmp_path, monkeypatch):
+    """Whatever scored best before was never asked what it keeps; the scores fall."""
+    scores = itertools.count(0, -1)
+    monkeypatch.setattr("train_silentbad.best_score", lambda *_: next(scores))
+    first = {"validation.keep": None, "save_best": True, "validation.unrelated_images": 2}
+    assert main(limited(**{**first, "validation.steps": 2}, max_train_steps=2)) == 0
     out = tmp_path / "run"
-    shutil.rmtree(out / "best")
-    assert main(limited(max_train_steps=4, resume_from_checkpoint="latest", save_best=True)) == 0
-    assert step_of(out / "best/README.md") == 4
+    assert step_of(out / "best/README.md") == 0
+    again = {"validation.keep": limit, "resume_from_checkpoint": "latest", "validation.steps": 2}
+    assert main(limited(**{**first, **again}, max_train_steps=4)) == 0
+    assert (step_of(out / "best/README.md") > 0) == (limit is not None)
 
 
 def test_without_a_limit_nothing_stops_and_unrelated_prompts_are_drawn_twice(limited, tmp_path):

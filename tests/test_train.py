@@ -93,6 +93,22 @@ def test_a_dry_run_resumes_what_measured(flags, data, capsys):
     assert main(flags(max_train_steps=4, **settings, **again)) == 0, capsys.readouterr().err
 
 
+def test_a_signal_after_the_last_step_stops_the_run_as_any_other(flags, tmp_path, monkeypatch):
+    usual = train_silentbad.boundary
+
+    def and_a_signal(run, requests, bar):
+        stop = usual(run, requests, bar)
+        if run.state.step == run.state.total:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return stop
+
+    monkeypatch.setattr(train_silentbad, "boundary", and_a_signal)
+    assert main(flags(max_train_steps=2)) == 128 + signal.SIGTERM
+    assert not (tmp_path / "run/pipeline").exists()
+    assert main(flags(max_train_steps=2, resume_from_checkpoint="latest")) == 0
+    assert (tmp_path / "run/pipeline").is_dir()
+
+
 def test_what_a_run_enlarges_and_repeats_is_said_before_it_starts(build, data, capsys):
     for line in map(json.loads, (data / "metadata.jsonl").read_text().splitlines()[:2]):
         for name in (line["file_name"], line["mask"]):

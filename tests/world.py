@@ -51,11 +51,12 @@ class World:
         image = Image.fromarray(picture.astype(np.uint8))
         mask = None if mask is None else Image.fromarray(mask.astype(np.uint8))
         record = {"image": image, "mask": mask, "phrases": phrases, "text": ", ".join(phrases), "role": role}
+        record["resized"] = (self.size, self.size)
         self.records.append(record | {"target_id": target, "element_id": element, "index": len(self.records)})
 
     def load(self, index: int, picture: bool = True) -> dict:
         self.loaded.append(index)
-        return {"resized": (self.size, self.size)} | self.records[index]
+        return dict(self.records[index])
 
     def batch(self, records: list[dict]) -> dict:
         seen = {"fixed": True, "position": 0, "time_ids": (self.size, self.size, 0, 0, self.size, self.size)}

@@ -191,7 +191,7 @@ def load(config: TrainConfig, accelerator: Accelerator, folder: RunFolder, shard
     if config.lr_scheduler != "constant" and config.lr_warmup_steps >= steps:
         raise UserError(
             f"lr_warmup_steps: {config.lr_warmup_steps} leaves nothing of the {steps} steps of "
-            f"{config.num_train_epochs} epochs"
+            f"num_train_epochs {config.num_train_epochs}"
         )
     draws = steps * effective_batch / samples_per_epoch  # of each record
     if config.memory.rehearsal.name.startswith("pairwise"):  # the law was fitted to these alone
@@ -376,7 +376,7 @@ def make_checkpoints(
     inputs = loaded.inputs
     config = loaded.config
     embedder = None if recovery is None else recovery.embedder
-    if recovery is None and inputs.targets:  # a dry run, compared with what measured
+    if recovery is None and inputs.targets and config.resume_from_checkpoint:  # a dry run
         redraws = load_redraws(config.validation.targets, inputs.targets)
         embedder = embedder_of(config.validation, loaded.accelerator.device, bool(redraws))
     facts = identity.facts(

@@ -22,7 +22,7 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
     if memory.region.name == "mask" and not records.masked:
         raise UserError(
             "memory.region.name=mask: no record has a mask; give masks in the metadata, or set "
-            "memory.region.name to estimated, which finds them from at least 4 pictures a phrase"
+            f"memory.region.name to estimated, which finds them from {FEWEST} pictures a phrase or more"
         )
     few = all(len(rows) < FEWEST for rows in info.rows)
     if memory.region.name == "estimated" and few and not (records.masked and info.rows):

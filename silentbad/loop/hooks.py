@@ -10,7 +10,7 @@ Legend: B samples, T trained tensors, C,h,w shape of the latents.
 """
 
 import inspect
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,8 +290,8 @@ def check_state(what: str, state: Any) -> None:
 def is_plain(value: Any) -> bool:
     """Whether a checkpoint can hold a value: what it reads back runs no code. A number of numpy is
     a float in Python too, and is written in another way."""
-    if type(value) in (dict, OrderedDict):
+    if type(value) in (dict, OrderedDict, Counter):
         return all(type(key) in (str, int) and is_plain(each) for key, each in value.items())
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, torch.Size):
         return all(map(is_plain, value))
     return value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str)

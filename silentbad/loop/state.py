@@ -200,7 +200,7 @@ class TrainState:
             self.step = int(counters["step"])
             self.skipped = int(counters["skipped"])
             self.skipped_in_row = int(counters["skipped_in_row"])
-            if counters.get("best_of") == self.best_of:
+            if counters.get("best_of", self.best_of) == self.best_of:
                 self.best = float(counters["best"])
             self.timesteps = counters["timesteps"].float()
 

@@ -78,16 +78,25 @@ def verdict_of(record: Record) -> Verdict:
 
 def _general_doubts(record: Record, recovered: Sequence[str]) -> Iterator[str]:
     """Reasons to doubt that concern the run, not one target, where these seem to be recovered."""
-    orders = latest(record.history[-1]).orders.values()
-    counts = [_count(orders, t) for t in record.targets if t.target_id in recovered]
-    hits, images = (sum(count[k] for count in counts) for k in (0, 1))
     rate = record.threshold.attained
-    if rate is not None and as_many_by_chance(hits, images, rate) >= LEVEL:
+    if rate is not None and _chance(record, recovered, rate) >= LEVEL:
         yield "the number of passing images is consistent with chance"
     if record.placebo is not None and record.placebo.interval[0] <= 0:
         yield "training on placebo data gives as much"
     if record.withheld is not None and record.withheld.interval[0] <= 0:
         yield f"training without {', '.join(record.withheld.elements)} gives as much"
+
+
+def _chance(record: Record, recovered: Sequence[str], rate: float) -> float:
+    """The p-value of the passing images of targets that seem recovered. They were chosen by their
+    hits: so all images count, or one target alone, corrected for their number (Bonferroni)."""
+    orders = latest(record.history[-1]).orders.values()
+    counts = {target.target_id: _count(orders, target) for target in record.targets}
+    together = as_many_by_chance(
+        sum(counts[name][0] for name in recovered), sum(n for _, n in counts.values()), rate
+    )
+    alone = min(as_many_by_chance(*counts[name], rate) for name in recovered)
+    return min(together, len(counts) * alone)
 
 
 def _state(record: Record, j: int, parts: Sequence[Part]) -> tuple[str, list[str]]:

@@ -194,10 +194,7 @@ def joint_captions(
     counted = Image.new("L", mask.size, 255)
     for j in named[1:]:
         other = others.load(any_record(info, j, g), picture=False)
-        if (
-            other.get("resized") != record.get("resized")
-            or (place := others.mask_of(other, j)) is None
-        ):
+        if stretched(other, record) or (place := others.mask_of(other, j)) is None:
             return None
         counted.paste(0, mask=fitted_mask(place, mask.size))
     phrases = shuffled([info.phrase[j] for j in named], g)

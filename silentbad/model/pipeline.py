@@ -354,7 +354,7 @@ def draw_images(
     factor = vae_factor(pipe.vae)
     size = size or side_of(backbone) * factor
     shape = (backbone.config.in_channels, size // factor, size // factor)
-    numbers = list(range(len(prompts)))
+    numbers = [*range(len(prompts))]
     pipe.set_progress_bar_config(disable=True)
     training = backbone.training
     backbone.eval()

@@ -81,7 +81,8 @@ class RunFolder:
                 f"({', '.join(whole)}), which would mix with what follows; give another "
                 f"output_dir, or remove them"
             )
-        elsewhere = start.resolve().parent != self.checkpoints.resolve()
+        places = (start.parent.resolve(), start.resolve().parent)  # a checkpoint may be a link
+        elsewhere = self.checkpoints.resolve() not in places
         if elsewhere and (self.pipeline.exists() or checkpoint.steps(self.checkpoints)):
             raise UserError(
                 f"resume_from_checkpoint {start}: {self.path} holds another run; give another "

@@ -168,7 +168,9 @@ def read(folder: Path) -> dict[str, Any]:
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each fact that differs; a setting that the checkpoint lacks had its default."""
     defaults = json.loads(json.dumps(flat(asdict(TrainConfig())), default=str))
-    then = {name: value for name, value in defaults.items() if name in now} | then
+    # an older checkpoint compares the effective batch alone, also with buckets
+    now = {name: value for name, value in now.items() if name in then or name not in BATCH}
+    then = {name: value for name, value in defaults.items() if name in now} | _shortened(then)
     lines = []
     for name in dict.fromkeys([*now, *then]):
         in_both = name in then and name in now

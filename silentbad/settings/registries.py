@@ -101,7 +101,7 @@ class Parts(UserDict[str, Any]):
     def try_part(
         self, name: str, options: Mapping[str, Any], examples: Examples | None = None
     ) -> None:
-        """Refuse a part that fails on the examples or returns values that their Expected rejects; warn
+        """Refuse a part that fails on the examples or returns values other than expected; warn
         where it returns one number everywhere. Its own examples run once a start, although the
         command and the objects that it builds both call this."""
         part = self[name]
@@ -110,15 +110,15 @@ class Parts(UserDict[str, Any]):
         if examples is None and tried is part:
             return
         varies = False
-        expected = False
-        for arguments, judge in self.examples() if examples is None else examples:
+        may_vary = False
+        for arguments, expected in self.examples() if examples is None else examples:
             with user_errors(f"{self.key}: {name} fails"):
                 value = part(*arguments, **options)
-            if wrong := judge.fault(value):
+            if wrong := expected.fault(value):
                 raise UserError(f"{self.key}: {name} returns {wrong}")
-            expected = expected or judge.varies
-            varies = varies or judge.varies and float(value.min()) < float(value.max())
-        flat = expected and not varies and user_code.is_place(name)
+            may_vary = may_vary or expected.varies
+            varies = varies or expected.varies and float(value.min()) < float(value.max())
+        flat = may_vary and not varies and user_code.is_place(name)
         if flat and not (tried is part and warned):
             warn(f"{self.key}: {name} returns one number everywhere: it changes nothing")
         if examples is None:

@@ -155,6 +155,8 @@ def test_images_are_judged_by_the_detector_of_their_world():
 def test_images_judged_again_stand_beside_their_own_time_and_copies(rows):
     again = [{"arm": "recommended", "target": name, "steps": 400, "rate": 0.25} for name in ("1", "2")]
     again += [{"arm": judged.COPIES, "target": name, "steps": 0, "rate": rate} for name, rate in (("1", 1), ("2", 0))]
+    before = {**again[0], "judge": "before", "rate": 1.0}  # of another judge, and left out
+    again = [before, *({**row, "judge": "now"} for row in again)]
     (line,) = judged.table(again, rows).splitlines()[2:]
     assert "0.75 [0.50, 1.00]; 2 recovered" in line and "0.25 [0.25, 0.25]; 0 recovered" in line
     assert line.endswith("| 0.50 [0.00, 1.00] |")

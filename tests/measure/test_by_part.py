@@ -202,6 +202,14 @@ def test_each_target_needs_its_own_controls_and_more_images_than_chance():
     assert verdict.reasons[0] == "the number of passing images is consistent with chance"
 
 
+@pytest.mark.parametrize("sure, state", [(1, UNDECIDED), (4, RECOVERED)])
+def test_targets_that_were_chosen_by_their_hits_are_no_evidence_by_these_alone(sure, state):
+    """Of sixteen targets one has a passing image by chance in three of four runs."""
+    back = images(0.6, 0.9, 0.9, 0.9)
+    targets = {"t0": back[:sure] + GREY[sure:], **{f"t{j}": GREY for j in range(1, 16)}}
+    assert record_of(several(400, targets, unrelated=GREY)).verdict.state == state
+
+
 def test_an_undecided_verdict_names_the_part_that_fails():
     composed = [(0.6, 0.9, 0.9, 0.9)] + WITHOUT_WALL[1:]
     record = record_of(entry(400, composed, unrelated=GREY))
