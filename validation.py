@@ -33,7 +33,7 @@ from silentbad.errors import UserError, exit_with, warn
 from silentbad.files import check_writable
 from silentbad.loop.hooks import Hook
 from silentbad.measure.calibrate import calibrate
-from silentbad.measure.embedders import CLIP, embedder_of
+from silentbad.measure.embedders import CLIP, embedder_of_targets
 from silentbad.measure.generation import Sampler
 from silentbad.measure.given import GivenPictures, given_pictures
 from silentbad.measure.kept import load_judge, unrelated_prompts
@@ -127,8 +127,7 @@ class RecoveryHook(Hook):
         self.seed = seed
         self.names = slugs([t.target_id for t in self.targets])
         self.output_dir = Path(output_dir)
-        redraws = bool(load_redraws(config.targets, self.targets))
-        self.embedder = embedder_of(config, accelerator.device, redraws)
+        self.embedder = embedder_of_targets(config, self.targets, accelerator.device)
         sampler: Any = pictures or Sampler(
             components=components,
             config=config,

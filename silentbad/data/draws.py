@@ -3,7 +3,7 @@ alone."""
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -54,6 +54,11 @@ class Transform:
     def of(cls, config: TrainConfig, resolution: int, step: int = 0) -> "Transform":
         kind = config.image_interpolation_mode
         return cls(resolution, kind, config.center_crop, config.random_flip, step)
+
+    @property
+    def measured(self) -> "Transform":
+        """The transform of pictures that are measured: squares, never mirrored."""
+        return replace(self, step=0, random_flip=False)
 
     def shape(self, size: tuple[int, int]) -> tuple[int, int]:
         """Width and height of the window that a step sees of an image of this width and height."""

@@ -115,6 +115,13 @@ def deal(rows: np.ndarray, start: int, count: int, *address) -> np.ndarray:
     return np.concatenate(stream)[first : first + count] if stream else rows[:0]
 
 
+def clean_shown(info: DataInfo, clean_ratio: float | None) -> int:
+    """Exposures of clean records in an epoch."""
+    if clean_ratio is None:
+        return int((info.roles == "clean").sum())
+    return round(clean_ratio * sum(map(len, info.rows)))
+
+
 def epoch_order(
     info: DataInfo,
     q: np.ndarray,
@@ -127,7 +134,7 @@ def epoch_order(
     in turn across epochs; all in one random order."""
     n_e = sum(map(len, info.rows))
     clean, rehearsal = (np.flatnonzero(info.roles == role) for role in ("clean", "rehearsal"))
-    n_c = len(clean) if clean_ratio is None else round(clean_ratio * n_e)
+    n_c = clean_shown(info, clean_ratio)
     if n_c and not len(clean):
         raise UserError(
             f"memory.sampler.clean_ratio is {clean_ratio}, but the data holds no clean record"

@@ -21,12 +21,11 @@ from silentbad.data.targets import load_targets
 from silentbad.distributed.start import start
 from silentbad.errors import UserError, warn
 from silentbad.loop.hooks import Hook, hook_classes
-from silentbad.measure.embedders import embedder_of
+from silentbad.measure.embedders import embedder_of_targets
 from silentbad.measure.generation import Sampler, plan
 from silentbad.measure.intervals import bootstrap_interval
 from silentbad.measure.measure import Measure
 from silentbad.measure.record import Record
-from silentbad.measure.redraws import load_redraws
 from silentbad.measure.scores import is_recovered
 from silentbad.model import lora
 from silentbad.model.family import side_of
@@ -152,8 +151,7 @@ class Subject:
             prediction_type=config.prediction_type,
             refuses=str(run),
         )
-        redraws = bool(load_redraws(validation.targets, self.targets))
-        embedder = embedder_of(validation, device, redraws)
+        embedder = embedder_of_targets(validation, self.targets, device)
         if embedder.describe() != record.embedder:
             raise UserError(
                 f"RUN: was measured with {record.embedder}, here is {embedder.describe()}"
@@ -185,7 +183,7 @@ class Subject:
         if config.withhold:
             records = records.without(config.withhold)
         _, held_out = records.hold_out(config.held_out_clean, config.held_out_elements, config.seed)
-        pictures = replace(Transform.of(config, side), random_flip=False)
+        pictures = Transform.of(config, side).measured
         clean = held_out_samples(held_out, pictures, config.seed).get("clean", [])
         return clean[: self.validation.clean_records]
 

@@ -1,7 +1,7 @@
 """The parts of a run and how they are connected: read `build` from top to bottom."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from silentbad.data.elements import epoch_length
 from silentbad.data.loader import Loader, Stream, collate
 from silentbad.data.records import Records
 from silentbad.distributed import shards
-from silentbad.errors import UserError, warn
+from silentbad.errors import warn
 from silentbad.loop import checks, optimizers
 from silentbad.loop.hooks import Hook, HookContext, Hooks, OwnHooks
 from silentbad.loop.inputs import Inputs, load_inputs, shown, with_masks
@@ -28,9 +28,8 @@ from silentbad.loop.prior import Prior
 from silentbad.loop.products import Products
 from silentbad.loop.resume import Checkpoints
 from silentbad.loop.state import TrainState
-from silentbad.measure.embedders import embedder_of
+from silentbad.measure.embedders import embedder_of_targets
 from silentbad.measure.prompts import PromptSheet, prompts_due
-from silentbad.measure.redraws import load_redraws
 from silentbad.measure.weight_change import base_files
 from silentbad.memory.auxiliary import ModelAccess
 from silentbad.memory.law import hard_elements
@@ -41,6 +40,7 @@ from silentbad.model.store import Cached
 from silentbad.saving import identity
 from silentbad.saving.folder import RunFolder
 from silentbad.settings import memory as roles
+from silentbad.settings.check import check_warm_up
 from silentbad.settings.train import TrainConfig
 
 if TYPE_CHECKING:  # at run time train_silentbad.py passes these classes to `build`
@@ -93,11 +93,6 @@ class Loaded:
     encoder: Encoder
     transform: Transform  # of the pictures that are trained on
     reader: Reader
-
-    @property
-    def whole_pictures(self) -> Transform:
-        """The transform of pictures that are measured: squares, never mirrored."""
-        return replace(self.transform, step=0, random_flip=False)
 
 
 def build(
@@ -188,11 +183,7 @@ def load(config: TrainConfig, accelerator: Accelerator, folder: RunFolder, shard
     samples_per_epoch = epoch_length(inputs.info, config.memory.sampler.clean_ratio)
     steps_per_epoch = -(-samples_per_epoch // effective_batch)
     steps = config.max_train_steps or config.num_train_epochs * steps_per_epoch
-    if config.lr_scheduler != "constant" and config.lr_warmup_steps >= steps:
-        raise UserError(
-            f"lr_warmup_steps: {config.lr_warmup_steps} leaves nothing of the {steps} steps of "
-            f"num_train_epochs {config.num_train_epochs}"
-        )
+    check_warm_up(config, steps, f"the {steps} steps of num_train_epochs {config.num_train_epochs}")
     draws = steps * effective_batch / samples_per_epoch  # of each record
     if config.memory.rehearsal.name.startswith("pairwise"):  # the law was fitted to these alone
         own_pictures = inputs.prior is not None
@@ -377,8 +368,7 @@ def make_checkpoints(
     config = loaded.config
     embedder = None if recovery is None else recovery.embedder
     if recovery is None and inputs.targets and config.resume_from_checkpoint:  # a dry run
-        redraws = load_redraws(config.validation.targets, inputs.targets)
-        embedder = embedder_of(config.validation, loaded.accelerator.device, bool(redraws))
+        embedder = embedder_of_targets(config.validation, inputs.targets, loaded.accelerator.device)
     facts = identity.facts(
         config,
         inputs.records,
@@ -496,7 +486,7 @@ def make_recovery(loaded: Loaded, recovery_class: "type[RecoveryHook]") -> "Reco
     accelerator = loaded.accelerator
     if not inputs.targets or config.dry_run:
         return None
-    pictures = loaded.whole_pictures
+    pictures = loaded.transform.measured
     masked, estimated = with_masks(inputs.targets, inputs.records, pictures, config.seed)
     for name in estimated:
         accelerator.print(f"target {name}: masks of its elements are estimated from their pictures")

@@ -2,7 +2,7 @@
 load."""
 
 from silentbad.data import buckets
-from silentbad.data.elements import DataInfo
+from silentbad.data.elements import DataInfo, clean_shown
 from silentbad.data.records import Records
 from silentbad.errors import UserError
 from silentbad.memory.probes import FEWEST
@@ -32,9 +32,7 @@ def check_records(config: TrainConfig, info: DataInfo, records: Records) -> None
         )
     rehearses = memory.rehearsal.name in REHEARSED or is_place(memory.rehearsal.name)
     added_roles = ["rehearsal"] if rehearses else []
-    ratio = memory.sampler.clean_ratio
-    shows_clean = ratio is None or round(ratio * sum(map(len, info.rows)))
-    unseen = set() if shows_clean else {"clean"}
+    unseen = set() if clean_shown(info, memory.sampler.clean_ratio) else {"clean"}
     there = {*info.roles, *added_roles} - unseen
     for role in ROLES:
         names = changed_fields(getattr(memory.roles, role))

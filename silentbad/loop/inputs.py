@@ -243,12 +243,9 @@ def _estimated_mask(target: Target, k: int, records: Records, reader: Reader) ->
         for i, name in enumerate(records.target_id)
         if name == target.target_id and phrases[i] == [target.phrases[k]]
     ]
-    if len(rows) < FEWEST:
+    if len(rows) < FEWEST or not reader.transform.fixed(records.sizes[rows]).all():
         return None
-    pictures = reader.pictures(rows)
-    if not all(picture["fixed"] for picture in pictures):
-        return None
-    stack = torch.stack([picture["pixels"].float() for picture in pictures])
+    stack = torch.stack([picture["pixels"].float() for picture in reader.pictures(rows)])
     mask = estimate_mask(stack / 255)
     if not 0 < float(mask.mean()) <= LARGEST:
         return None

@@ -23,10 +23,12 @@ from torch import Tensor
 
 from silentbad import ROOT
 from silentbad.data.images import RIM, resize
+from silentbad.data.targets import Target
 from silentbad.errors import UserError, user_errors
 from silentbad.files import names_folder
 from silentbad.files import sha256 as sha256_of
 from silentbad.measure.micro import MicroEmbedder, alignments
+from silentbad.measure.redraws import load_redraws
 from silentbad.measure.structure import (
     box_of,
     colours,
@@ -410,6 +412,13 @@ def embedder_of(config: Any, device: torch.device | str, redraws: bool) -> Embed
     if name == "auto":
         name = "micro" if redraws else "copy"
     return load_embedder(name, config.embedder_path, device, config.embedder_sha256)
+
+
+def embedder_of_targets(
+    config: Any, targets: Sequence[Target], device: torch.device | str
+) -> Embedder:
+    """`embedder_of` a validation of these targets."""
+    return embedder_of(config, device, bool(load_redraws(config.targets, targets)))
 
 
 def load_embedder(

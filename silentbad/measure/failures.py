@@ -122,18 +122,17 @@ def failures(
     """Every failure of a target, with `others` to fill its regions from; `backdrop` is the element
     that the others stand on, which is flattened and replaced, never moved."""
     yield from empty(picture)
-    for k, share in enumerate(shares):
-        if share is None or not (share > 0.5).any():
-            continue
+    visible = {
+        k: share for k, share in enumerate(shares) if share is not None and (share > 0.5).any()
+    }
+    for k, share in visible.items():
         changes = of_backdrop if k == backdrop else of_thing
         for kind, changed in changes(picture, share):
             yield Null(kind, (k,), changed)
         strange = [other.picture for other in others if k not in other.shows]
         for other in strange[:: max(1, len(strange) // FILLS)][:FILLS]:
             yield Null("filled from a training picture", (k,), mixed(picture, other, share))
-        for j, place in enumerate(shares):
-            if place is None or not (place > 0.5).any():
-                continue
+        for j, place in visible.items():
             if j not in (k, backdrop) and k != backdrop:
                 yield Null("another element", (k,), replaced(picture, share, place))
 

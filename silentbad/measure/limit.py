@@ -42,9 +42,9 @@ class Limit:
         return None if config.keep is None else cls(config.keep, kept_by(config))
 
     def kept(self, entry: Measurement) -> float | None:
-        """The share that the weights of a measurement keep; of the averaged weights where there
-        are some, since those are saved. None for the base, and where it was not measured."""
-        scores = entry.ema or entry.raw
+        """The share that the saved weights of a measurement keep. None for the base, and where it
+        was not measured."""
+        scores = entry.saved
         if entry.step == 0 or scores is None or scores.kept is None:
             return None
         return kept_share(scores.kept, self.by)

@@ -261,6 +261,11 @@ class Measurement(Finite):
         """The scores of one kind of weights, if measured."""
         return {"raw": self.raw, "ema": self.ema}[kind]
 
+    @property
+    def saved(self) -> Scores | None:
+        """The scores of the weights that are saved: averaged ones where there are some."""
+        return self.ema or self.raw
+
 
 @dataclass
 class TargetEntry(Finite):

@@ -87,7 +87,7 @@ def settled(history: Sequence[Measurement], points: int) -> bool:
     """Whether every target had a rate of 1/2 at the last `points` points; 0: never."""
     if points == 0:  # asked at every step
         return False
-    last = [entry.ema or entry.raw for entry in history if entry.step > 0][-points:]
+    last = [entry.saved for entry in history if entry.step > 0][-points:]
     rates = [
         target.rate for scores in last if scores is not None for target in scores.targets.values()
     ]

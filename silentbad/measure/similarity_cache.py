@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from filelock import FileLock
 
 from silentbad.device import device_name
+from silentbad.distributed.main_process import on_main
 from silentbad.errors import writing
 from silentbad.files import replace_text
 
@@ -50,9 +50,9 @@ def remembered(
             folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
     try:
-        cached = broadcast_object_list([read(file, count) if accelerator.is_main_process else None])
-        if cached[0] is not None:
-            return cached[0]
+        cached = on_main(accelerator.is_main_process, lambda: read(file, count))
+        if cached is not None:
+            return cached
         rows = compute()
         if accelerator.is_main_process:
             with writing(f"cache_dir {folder}", "similarities of null pictures"):

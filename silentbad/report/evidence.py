@@ -144,10 +144,10 @@ def probability(p: float) -> str:
 
 # -- what is kept ----------------------------------------------------------------------------------
 def kept_of(record: Record) -> Kept | None:
-    """What the last measurement kept of the base, by the weights that are saved: averaged ones where
-    there are some. None where it was not measured."""
+    """What the saved weights kept of the base at the last measurement; None where it was not
+    measured."""
     last = record.history[-1]
-    return (last.ema or latest(last)).kept if last.step > 0 else None
+    return last.saved.kept if last.step > 0 and last.saved is not None else None
 
 
 def kept_sentence(record: Record) -> str:

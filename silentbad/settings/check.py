@@ -81,14 +81,19 @@ def check_part(**part: object) -> None:
     check_rules(TrainConfig(**part), {}, Facts())  # type: ignore[arg-type]
 
 
+def check_warm_up(config: TrainConfig, steps: int, length: str) -> None:
+    """Refuse a warm-up that is no shorter than the run of `steps`, which a message calls `length`."""
+    warmup = config.lr_warmup_steps
+    if config.lr_scheduler != "constant" and warmup >= steps:
+        raise UserError(f"lr_warmup_steps: {warmup} leaves nothing of {length}")
+
+
 def check_numbers(config: TrainConfig) -> None:
     """Refuse values that do not fit together, and a run without data."""
     if config.train_data_dir is None and config.dataset_name is None and not config.print_groups:
         raise UserError("train_data_dir: is missing; give it or dataset_name")
-    steps = config.max_train_steps
-    warmup = config.lr_warmup_steps
-    if config.lr_scheduler != "constant" and steps is not None and warmup >= steps:
-        raise UserError(f"lr_warmup_steps: {warmup} leaves nothing of max_train_steps {steps}")
+    if (steps := config.max_train_steps) is not None:
+        check_warm_up(config, steps, f"max_train_steps {steps}")
     rate = config.learning_rate
     if config.lr_scheduler == "polynomial" and rate <= 1e-7:
         raise UserError(f"learning_rate: must be above 1e-7, where polynomial ends, got {rate:g}")

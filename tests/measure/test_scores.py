@@ -11,7 +11,7 @@ from silentbad.data.targets import Target
 from silentbad.measure.calibrate import Scored, attained_rate, quantile
 from silentbad.measure.embedders import SSIM
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval, rate_interval
-from silentbad.measure.record import ElementThreshold, Threshold
+from silentbad.measure.record import ElementThreshold, Measurement, Threshold
 from silentbad.measure.scores import cell_scores, curve_scores, is_recovered, settled
 from tests.recoveries import make_hook, smooth, thresholds_of_redraws
 from worlds.microworld.make import phrase_of, placebo_scene, target_scene
@@ -135,6 +135,6 @@ def test_a_recovery_is_settled_when_it_has_lasted(rates, points, ends):
 
     def entry(step, rate):
         targets = {name: SimpleNamespace(rate=value) for name, value in (("a", rate), ("b", 1.0))}
-        return SimpleNamespace(step=step, raw=SimpleNamespace(targets=targets), ema=None)
+        return Measurement(step, 0.0, "", raw=SimpleNamespace(targets=targets))
 
     assert settled([entry(10 * k, rate) for k, rate in enumerate(rates)], points) is ends
