@@ -12,7 +12,7 @@ Every evaluation becomes one JSON line of bench/results/carry.jsonl, what a new 
 captions one of carry-bases.jsonl; what is stored is not made again. What is compared is the step from which on half of
 the images count at every evaluation.
 
-By the processor seconds of a step, the builds take half an hour and four and a half, the runs about two hours more.
+By the processor seconds of a step, the builds take half an hour and two and a half, the runs about two hours more.
 """
 
 import argparse
@@ -44,7 +44,10 @@ class Built(NamedTuple):
     steps: int = 3800  # as many as the bundled base's
 
 
-SIZES = {"quarter": Built((32, 80)), "four": Built((128, 320))}
+SIZES = {
+    "quarter": Built((32, 80)),
+    "four": Built((128, 320), steps=1900),
+}  # as many steps as the bundled base's take it three hours
 ADAMW = "adamw"  # the base of bench/match.py, of the bundled one's size
 BASES = {**SIZES, ADAMW: Built((64, 160), muon=False, steps=14000)}
 # Learning rates in units of 1e-4: that of the arm, and 1.36 times as many, the mean of `step_change/` over it by stage

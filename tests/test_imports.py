@@ -41,7 +41,7 @@ BELOW: dict[str, set[str]] = {
     "prepare": SHARED | {"measure", "report"},
 }
 MAY_IMPORT = {
-    "worlds": {"data", "measure"},
+    "worlds": {"control", "data", "measure"},
     "experiments": SHARED | {"control", "measure", "memory"},
     "silentbad_shield": SHARED | {"measure", "report"},
 }

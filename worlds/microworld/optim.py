@@ -4,16 +4,7 @@ are convolutions."""
 import torch
 from torch import nn
 
-
-def orthogonalise(m: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Newton-Schulz iteration towards the nearest semi-orthogonal matrix, with Jordan's quintic
-    coefficients."""
-    x = m.T if m.shape[0] > m.shape[1] else m
-    x = x / (x.norm() + 1e-7)
-    for _ in range(steps):
-        a = x @ x.T
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return x.T if m.shape[0] > m.shape[1] else x
+from silentbad.control.spectral import orthogonalise
 
 
 class Muon(torch.optim.Optimizer):
