@@ -38,7 +38,7 @@ from bench.charts import standalone
 from bench.kept_worlds import MICRO, WORLDS, Judged, world_of
 from bench.published import HELD_OUT, NULLS, per_phrase, regime
 from bench.published_table import CLEAN, IMAGES, interval, markdown, mean_rate
-from bench.recovery import BASE, ROOT, WORK, claimed, data_set, facts, kept, scores
+from bench.recovery import BASE, ROOT, WORK, claimed, data_set, facts, kept, scores, with_clean
 from bench.recovery_table import append, stored
 from silentbad.measure.intervals import binomial_interval, bootstrap_interval, rate_interval
 from silentbad.report import charts
@@ -59,23 +59,10 @@ def data_of(target: str, flags: dict[str, str], placebo: bool = False, of: Judge
     name = of.world.name
     images = per_phrase(target, CLEAN, 0.1, name)
     source = data_set(target, 0, images, {}, clean=2 * CLEAN, more=more, nulls=NULLS["target"], world=name)
-    own = "prior_preservation.num_images" in flags
-    out = source.with_name(f"{source.name}-{'own' if own else 'kept'}")
-    if out.exists():
-        return out
-    draft = out.with_name(f"{out.name}.{os.getpid()}")
-    shutil.copytree(source, draft, copy_function=os.link)
-    records = stored(draft / "metadata.jsonl")
-    clean = [r for r in records if r["role"] == "clean" and not of.shows_unshown(r["text"])]
-    kept_records = [r for r in records if r["role"] != "clean"]
-    kept_records += [] if own else clean[: CLEAN + HELD_OUT]
-    (draft / "metadata.jsonl").unlink()
-    append(draft / "metadata.jsonl", kept_records)
-    try:
-        draft.rename(out)
-    except OSError:  # another process was first
-        shutil.rmtree(draft)
-    return out
+    if "prior_preservation.num_images" in flags:
+        return with_clean(source, "own", lambda clean: [])
+    shown = lambda clean: [record for record in clean if not of.shows_unshown(record["text"])]  # noqa: E731
+    return with_clean(source, "kept", lambda clean: shown(clean)[: CLEAN + HELD_OUT])
 
 
 def scenes(address: str, n: int, shown_alone: bool, of: Judged = MICRO) -> list[Any]:

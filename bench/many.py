@@ -105,12 +105,14 @@ class Run(NamedTuple):
     arm: str
     whose: bool | str  # phrases
     placebo: bool = False
+    own_alone: bool = False
 
     @property
     def data(self) -> list[str]:
         """What its data are, where they are not as they come."""
         phrases = [OWN_PHRASES[self.whose] + ", learnt" * (self.arm in LEARNT)] if self.whose else []
-        return phrases + ["placebo data"] * self.placebo
+        own = ["clean pictures of the base alone"] * self.own_alone
+        return phrases + own + ["placebo data"] * self.placebo
 
 
 def trained(targets: str, seed: int, sequence: str, done: int) -> Iterable[dict]:
@@ -250,7 +252,8 @@ def runs_at_once(read: Read) -> dict[Run, list[dict]]:
     runs: dict[Run, list[dict]] = defaultdict(list)
     for row in read("many.jsonl"):
         if row["flags"] is None:
-            run = Run(row["targets"], row["steps"], row["arm"], row["unique_phrases"], row["placebo"])
+            of_data = (row["unique_phrases"], row["placebo"], row.get("own_alone", False))
+            run = Run(row["targets"], row["steps"], row["arm"], *of_data)
             runs[run].append(row)
     return runs
 
@@ -293,6 +296,8 @@ def differences(read: Read) -> str:
 
 def controls_of(run: Run) -> dict[str, Run]:
     """{what a run changes: the run that it is compared with}; of learnt words also the same words as they come."""
+    if run.own_alone:
+        return {", ".join(run.data): run._replace(own_alone=False)}
     if not run.whose:
         shorter = run._replace(steps=round(run.steps / LONGER.get(run.arm, 1)), arm=CONTROL)
         return {CHANGES[run.arm]: shorter} if run.arm in CHANGES else {}
@@ -307,7 +312,7 @@ def chart(read: Read) -> str:
     runs = [
         (run.targets.count(",") + 1, (run.arm, run.whose), run.steps, [row["rate"] for row in at_end(rows)])
         for run, rows in runs_at_once(read).items()
-        if (run.arm, run.whose) in CHARTED and not run.placebo
+        if (run.arm, run.whose) in CHARTED and not run.placebo and not run.own_alone
     ]
     x_place, y_place = charts.scales((0, 700), (0, 1))
     inside = charts.axes((0, 700), (0, 1), "steps a target; circle: 8 at once, square: 16, diamond: 64")

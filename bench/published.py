@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from bench.arms import HALVES, LATER, PUBLISHED, PUBLISHED_AT, flags_of
 from bench.published_table import CLEAN, IMAGES, MAIN, table, tables
-from bench.recovery import BASES, DRAWN_BY, WORK, claimed, common, data_set, facts, kept, own_base, scores
+from bench.recovery import BASES, DRAWN_BY, WORK, claimed, common, data_set, facts, kept, own_base, scores, with_clean
 from bench.recovery_table import append, stored
 
 RESULTS = Path(__file__).parent / "results" / "published.jsonl"
@@ -34,7 +34,7 @@ RUN = ("arm", "factor", "steps", "ratio", "targets", "seed")  # the fields that 
 Run = tuple[str, float, int, float, str, int]
 SETTING = (
     *("clean", "images", "first_images", "settled", "guidance", "flags"),
-    *("placebo", "nulls", "words", "unique_phrases", "world"),
+    *("placebo", "nulls", "words", "unique_phrases", "world", "own_alone"),
 )
 # The values of rows without these fields.
 BEFORE = {
@@ -45,6 +45,7 @@ BEFORE = {
     "settled": 0,
     "unique_phrases": False,
     "world": "microworld",
+    "own_alone": False,
 }
 # arguments of the world's `make`, by --unique-phrases
 NAMING = {False: (), "each": ("--unique_phrases",), "target": ("--name_targets",)}
@@ -75,6 +76,9 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
     more += NAMING[args.unique_phrases]
     clean, nulls = args.clean + HELD_OUT, NULLS[args.nulls]
     data = data_set(targets, seed, images, flags_of_arm, clean=clean, more=more, nulls=nulls, world=args.world)
+    if args.own_alone:
+        data = with_clean(data, "own", lambda clean: [])
+        flags_of_arm |= own_pictures(int(flags_of_arm["prior_preservation.num_images"]) * len(targets.split(",")))
     out = WORK / f"published-{os.getpid()}"
     flags = {
         **regime(data, out, factor, seed, steps),
@@ -108,6 +112,14 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         for entry in report["history"]
         for name, s in scores(entry)["targets"].items()
     ]
+
+
+def own_pictures(count: int) -> dict[str, str]:
+    """Flags by which the base draws so many pictures, of captions of the world."""
+    from bench.kept import prompts_file  # it imports this module
+
+    prompts = prompts_file("own-any", count, shown_alone=False)
+    return {"prior_preservation.num_images": str(count), "prior_preservation.prompts": str(prompts)}
 
 
 def things_right_after(out: Path, args: argparse.Namespace) -> dict:
@@ -154,6 +166,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--settled", type=int, default=0, help="end a run once it recovers at so many evaluations")
     parser.add_argument("--nulls", choices=NULLS, default="element", help="100 of each harder kind for each of these")
+    parser.add_argument(
+        "--own-alone",
+        action="store_true",
+        help="no clean picture but those that the base draws, the arm's number for each target",
+    )
     parser.add_argument("--words", choices=("shared", "other"), default="shared", help="of clean and element captions")
     parser.add_argument(
         "--unique-phrases",

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -107,6 +108,24 @@ def data_set(
             draft.rename(out)
         except OSError:  # the other one was first
             shutil.rmtree(draft)
+    return out
+
+
+def with_clean(source: Path, suffix: str, keep: Callable[[list[dict]], list[dict]]) -> Path:
+    """A copy of a data set, made once, of whose clean records are left what `keep` returns."""
+    out = source.with_name(f"{source.name}-{suffix}")
+    if out.exists():
+        return out
+    draft = out.with_name(f"{out.name}.{os.getpid()}")
+    shutil.copytree(source, draft, copy_function=os.link)
+    records = stored(draft / "metadata.jsonl")
+    (draft / "metadata.jsonl").unlink()  # a link
+    clean = [record for record in records if record["role"] == "clean"]
+    append(draft / "metadata.jsonl", [*(r for r in records if r["role"] != "clean"), *keep(clean)])
+    try:
+        draft.rename(out)
+    except OSError:  # another process was first
+        shutil.rmtree(draft)
     return out
 
 

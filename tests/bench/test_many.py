@@ -110,6 +110,17 @@ def test_changes_of_words_are_compared_with_the_arm_that_they_change():
     ]
 
 
+def test_the_base_s_own_pictures_alone_are_compared_with_those_of_the_world():
+    rows = runs(0.75, arm="unions_keeping") + runs(0.5, arm="unions_keeping", own_alone=True)
+    assert ", clean pictures of the base alone |" in at_once(lambda _: rows)
+    assert (
+        differences(lambda _: rows)
+        .splitlines()[2]
+        .startswith("| clean pictures of the base alone | 2 | -0.25 [-0.25, -0.25] |")
+    )
+    assert chart(lambda _: rows) == chart(lambda _: runs(0.75, arm="unions_keeping"))
+
+
 def test_placebo_data_stand_in_the_table_and_are_no_change():
     placebo = runs(0.0, placebo=True)
     assert ", placebo data |" in at_once(lambda _: runs(0.5) + placebo)

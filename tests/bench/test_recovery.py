@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import recovery
+from bench.recovery_table import append, stored
 from tests.training import VALIDATION
 
 
@@ -69,6 +70,18 @@ def test_many_targets_have_a_file_name_that_a_file_system_takes():
 
 
 LIGHT = ("many", "published", "recovery", "recovery_table", "shield_story")
+
+
+def test_a_copy_has_the_clean_records_that_are_kept_and_leaves_the_data_set_as_it_is(tmp_path):
+    records = [{"role": role, "text": text} for role, text in (("clean", "a"), ("element", "b"), ("clean", "c"))]
+    data = tmp_path / "data"
+    data.mkdir()
+    append(data / "metadata.jsonl", records)
+    (data / "a.png").write_bytes(b"pixels")
+    copy = recovery.with_clean(data, "one", lambda clean: clean[1:])
+    assert stored(copy / "metadata.jsonl") == records[1:] and (copy / "a.png").read_bytes() == b"pixels"
+    assert stored(recovery.with_clean(data, "none", lambda clean: []) / "metadata.jsonl") == records[1:2]
+    assert stored(data / "metadata.jsonl") == records
 
 
 def test_what_starts_runs_parses_its_flags_without_torch():
