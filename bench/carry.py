@@ -44,10 +44,8 @@ class Built(NamedTuple):
     steps: int = 3800  # as many as the bundled base's
 
 
-SIZES = {
-    "quarter": Built((32, 80)),
-    "four": Built((128, 320), steps=1900),
-}  # as many steps as the bundled base's take it three hours
+# Four times the weights would take three hours for as many steps as the bundled base's
+SIZES = {"quarter": Built((32, 80)), "four": Built((128, 320), steps=1900)}
 ADAMW = "adamw"  # the base of bench/match.py, of the bundled one's size
 BASES = {**SIZES, ADAMW: Built((64, 160), muon=False, steps=14000)}
 # Learning rates in units of 1e-4: that of the arm, and 1.36 times as many, the mean of `step_change/` over it by stage
