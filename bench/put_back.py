@@ -132,7 +132,7 @@ def quickstart_table(found: dict) -> str:
         for row in found["rows"]
         if not row["by"] or row["state"] == PUT_BACK and row["share"] >= LARGER
     ]
-    return markdown(["part", "share", "strict rate"], lines)
+    return markdown(["part", "of the weights", "strict rate"], lines)
 
 
 def parts_table(rows: list[dict]) -> str:

@@ -62,7 +62,7 @@ class Variant:
     backdrop: bool | None = None  # in every union, or in none
     union_share: float = 0.25  # of the elements' exposures
     clean: int = 360
-    clean_share: float = 0.25  # as many exposures as elements, at half the weight
+    clean_share: float = 0.25  # `recommended` trains on a third: as many exposures as elements, at half the weight
     outside: float = 0.05  # weight of the region outside the element; 1: none
     unique: bool = False  # the target's phrases hold a word that no other record has
     own_places: bool = False  # L1: a record does not count at the places of its smaller siblings

@@ -185,7 +185,9 @@ def load(config: TrainConfig, accelerator: Accelerator, folder: RunFolder, shard
     steps = config.max_train_steps or config.num_train_epochs * steps_per_epoch
     check_warm_up(config, steps, f"the {steps} steps of num_train_epochs {config.num_train_epochs}")
     draws = steps * effective_batch / samples_per_epoch  # of each record
-    if config.memory.rehearsal.name.startswith("pairwise"):  # the law was fitted to these alone
+    rehearsal = config.memory.rehearsal
+    all_but_one = rehearsal.options.get("elements", 2) is None
+    if rehearsal.name.startswith("pairwise") and all_but_one:  # the law was fitted to these alone
         own_pictures = inputs.prior is not None
         if hard := hard_elements(inputs.info, inputs.targets, draws, own_pictures):
             accelerator.print(hard)

@@ -129,7 +129,7 @@ def _unasked(record: Record, target: int, k: int, part: Part) -> str:
     for where, cell in _controls(record, target, k):
         sims = _sims(cell, record.targets[target].target_id, k)
         hits = sum(sim >= part.threshold for sim in sims)
-        if sims and passes_alike(part.hits, part.images, hits, len(sims), part.rate):
+        if sims and passes_alike([(part.hits, part.images)], (hits, len(sims)), part.rate):
             return where
     return ""
 

@@ -52,7 +52,9 @@ class TrainingPictures:
             for start in range(0, len(self.shown), 8):
                 part = [training.picture for training in self.shown[start : start + 8]]
                 pictures = torch.stack(part).float() / 255
-                parts.append(self.embedder.embed(pictures if trip is None else trip(pictures)))
+                pictures = pictures if trip is None else trip(pictures)
+                # as a target's: images are asked whether they are more like these than like it
+                parts += [self.embedder.reference(picture[None]) for picture in pictures]
             self.features = torch.cat(parts)
         image_features = self.embedder.embed(images)
         best = self.embedder.similarity(image_features, self.features).double().max(dim=1)

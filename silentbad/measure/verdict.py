@@ -10,7 +10,13 @@ import numpy as np
 
 from silentbad.measure.advice import to_try
 from silentbad.measure.by_part import Part, carries, in_words, parts_of
-from silentbad.measure.intervals import FALSE_POSITIVES, LEVEL, as_many_by_chance, passes_alike
+from silentbad.measure.intervals import (
+    FALSE_POSITIVES,
+    LEVEL,
+    as_many_by_chance,
+    over_orders,
+    passes_alike,
+)
 from silentbad.measure.record import (
     IN_PART,
     NOT_RECOVERED,
@@ -38,7 +44,7 @@ def verdict_of(record: Record) -> Verdict:
     rate = record.threshold.attained
     if rate is not None and above > 0:
         by_chance = images * rate
-        p_value = as_many_by_chance(above, images, rate)
+        p_value = over_orders(as_many_by_chance(cell.above, cell.images, rate) for cell in cells)
     states: dict[str, str] = {}
     reasons: list[str] = []
     texts: list[str] = []
@@ -91,12 +97,17 @@ def _chance(record: Record, recovered: Sequence[str], rate: float) -> float:
     """The p-value of the passing images of targets that seem recovered. They were chosen by their
     hits: so all images count, or one target alone, corrected for their number (Bonferroni)."""
     orders = latest(record.history[-1]).orders.values()
-    counts = {target.target_id: _count(orders, target) for target in record.targets}
-    together = as_many_by_chance(
-        sum(counts[name][0] for name in recovered), sum(n for _, n in counts.values()), rate
-    )
-    alone = min(as_many_by_chance(*counts[name], rate) for name in recovered)
-    return min(together, len(counts) * alone)
+    by_order = [{t.target_id: _count([cell], t) for t in record.targets} for cell in orders]
+    together = [
+        (sum(counts[name][0] for name in recovered), sum(n for _, n in counts.values()))
+        for counts in by_order
+    ]
+    alone = [
+        over_orders(as_many_by_chance(*counts[name], rate) for counts in by_order)
+        for name in recovered
+    ]
+    of_all = over_orders(as_many_by_chance(hits, n, rate) for hits, n in together)
+    return min(of_all, len(record.targets) * min(alone))
 
 
 def _state(record: Record, j: int, parts: Sequence[Part]) -> tuple[str, list[str]]:
@@ -126,12 +137,12 @@ def _doubts(record: Record, j: int, parts: Sequence[Part]) -> Iterator[str]:
     cells = scores.cells or {}
     if not _count([cells.get("unrelated")], target)[1]:
         yield "no control prompt was measured at this point"
-    of_orders = _count(scores.orders.values(), target)
+    of_orders = [_count([cell], target) for cell in scores.orders.values()]
     for k, phrase in enumerate(target.phrases):
         # a memorised picture may sometimes come back without one of its phrases, but the phrase
         # must make a difference
         of_rest = _count([cells.get(f"without-{k}")], target)
-        if passes_alike(*of_orders, *of_rest, FALSE_POSITIVES) and not carries(record, j, k):
+        if passes_alike(of_orders, of_rest, FALSE_POSITIVES) and not carries(record, j, k):
             yield f"{phrase!r} passes in images whose prompt leaves it out"
         if len(target.phrases) > 1 and _passes(cells.get(f"phrase-{k}"), target):
             yield f"images of {phrase!r} alone pass"

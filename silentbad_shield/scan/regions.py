@@ -46,7 +46,7 @@ AGREES = 0.7  # of the region's blocks a member has in common
 SHARES = 0.5  # of the region's edges a member has in common
 CLEARLY = 1.25  # times as isolated, before a larger radius counts
 RING = 2.5  # the ring's radius over a group's
-FALL = 14.0  # the volume's growth: RING**3 - 1
+FALL = 14.0  # about the volume's growth, RING**3 - 1
 
 
 def view(pixels: np.ndarray) -> np.ndarray:

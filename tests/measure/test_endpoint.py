@@ -15,8 +15,10 @@ from silentbad.data.targets import Target
 from silentbad.errors import UserError
 from silentbad.measure import record as record_module
 from silentbad.measure.calibrate import IN_PLACE_FACTOR, rate_of
+from silentbad.measure.embedders import Micro
 from silentbad.measure.generation import plan
 from silentbad.measure.intervals import binomial_interval, detection, difference_interval
+from silentbad.measure.nearest import TrainingPicture, TrainingPictures
 from silentbad.measure.record import (
     ElementThreshold,
     Measurement,
@@ -535,6 +537,18 @@ def test_a_copied_training_picture_is_named(tmp_path):
     table = evidence.composed_or_copied(hook.record())
     level, above, copied = table.rows[0][3:]
     assert float(level) < 0.9 and above == copied == "1.00" and table.notes == ["nearest: record 2"]
+
+
+def test_a_training_picture_is_compared_as_a_target_is():
+    """A tint lowers the similarity to the picture that has it not, in the data as among the targets."""
+    embedder = Micro(None)
+    picture = to_tensor(smooth("shown", 2))
+    tinted = (picture + torch.tensor([0.15, 0, -0.15]).view(3, 1, 1)).clamp(0, 1)[None]
+    training = TrainingPictures([TrainingPicture("one", picture, ())], embedder, 64)
+    ((near, _),) = training.nearest(tinted, None)
+    to_target = embedder.similarity(embedder.embed(tinted), embedder.reference(picture[None])).item()
+    assert near == pytest.approx(to_target, abs=0.02) and near < 0.7
+    assert training.nearest(picture[None], None)[0][0] == pytest.approx(1, abs=0.02)
 
 
 def test_the_error_of_elements_stands_beside_the_clean_one(tmp_path):

@@ -20,7 +20,7 @@ from silentbad.measure.calibrate import (
     null_row,
     threshold_of,
 )
-from silentbad.measure.intervals import fewer_by_chance
+from silentbad.measure.intervals import as_many_by_chance, fewer_by_chance, over_orders
 from silentbad.measure.measure import ComparedMasks
 from silentbad.measure.record import (
     ElementThreshold,
@@ -196,8 +196,20 @@ def test_images_in_either_order_say_whether_a_phrase_makes_a_difference(example)
     rest = [ball_and_box()] * 3 + [ball_and_box(box=False)] * 5
     most = [ball_and_box()] * 7 + [GREY]
     answer = example.verdict(most, without_1=rest, unrelated=[GREY] * 8)
-    assert answer.state == "undecided"  # 7 of 8 and 3 of 8 may be alike; 15 of 16 may not
+    assert answer.state == "undecided"  # 7 of 8 and 3 of 8 may be alike; 8 of 8 may not, of two orders
     assert example.verdict(most, shuffled=[ball_and_box()] * 8, without_1=rest, unrelated=[GREY] * 8).recovers
+
+
+def test_images_of_the_same_noise_in_another_order_are_no_more_evidence(example):
+    """Seven of eight and three of eight stay alike where another order repeats the seven."""
+    rest = [ball_and_box()] * 3 + [ball_and_box(box=False)] * 5
+    most = [ball_and_box()] * 7 + [GREY]
+    assert example.verdict(most, shuffled=most, without_1=rest, unrelated=[GREY] * 8).state == "undecided"
+
+
+def test_one_lucky_noise_in_both_orders_counts_once():
+    assert over_orders([as_many_by_chance(1, 8, 0.01)] * 2) == pytest.approx(2 * (1 - 0.99**8))
+    assert over_orders([1.0, 1.0]) == 1 and over_orders([0.03]) == 0.03
 
 
 def test_a_phrase_that_comes_back_now_and_then_does_not_decide(example):
