@@ -211,7 +211,7 @@ def resumed(place: Place, flags: list[str]) -> dict[str, Any]:
 
 
 def together(place: Place, flags: list[str]) -> dict[str, Any]:
-    """Two processes that train together on one card, against one process: how far their changes lie apart."""
+    """Two processes that train together, against one: how far their changes lie apart. On one card they are refused."""
     words = place.train(["--max_train_steps=2", f"--checkpointing_steps={LATE}", *flags])
     place.run(Plan(warm=1, timed=1, watched=0, finish=True), words, "one")
     two = place.scratch / "two"

@@ -154,6 +154,8 @@ def watched_run(plan: Plan, flags: list[str]) -> tuple[int, dict[str, Any]]:
 
     if plan.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
+        for fused in ("flash", "mem_efficient", "cudnn"):  # their backward only warns
+            getattr(torch.backends.cuda, f"enable_{fused}_sdp")(False)
     watch = Watch(plan)
 
     def around(name: str) -> None:

@@ -215,6 +215,21 @@ def test_surroundings_that_accelerate_refuses_are_one_line(surroundings, said, m
     assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
 
 
+def test_more_processes_than_cards_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="^2 processes need as many cards, here there are 1; start --num_processes 1"):
+        start()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    starting.check_cards()
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_convolutions_follow_the_flag_of_tf32_as_products_do(tf32):
+    start(tf32=tf32)
+    assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == (tf32, tf32)
+
+
 def test_only_the_flag_says_how_gradients_add_up(monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     assert start(2).gradient_accumulation_steps == 2

@@ -3,7 +3,6 @@
 import importlib.util
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
@@ -23,12 +22,12 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     accelerator = start_accelerator(
         config.gradient_accumulation_steps,
         config.mixed_precision,
+        config.allow_tf32,
         log_with=trackers,
         project_config=ProjectConfiguration(
             config.output_dir, logging_dir=f"{config.output_dir}/{config.logging_dir}"
         ),
     )
-    torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
     return accelerator
 
 

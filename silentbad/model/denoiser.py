@@ -17,6 +17,7 @@ from silentbad.model.forwards import convolve
 from silentbad.model.groups import group_of
 from silentbad.model.registry import FAMILIES
 from silentbad.settings.layers import narrowed
+from silentbad.settings.optimizer_facts import path_of
 from silentbad.settings.train import TrainConfig
 
 
@@ -132,8 +133,10 @@ def layers_to_train(
 
 def to_device(model: torch.nn.Module, config: TrainConfig, device: torch.device) -> torch.nn.Module:
     """The trained module on its device, in the memory format in which its convolutions are
-    fastest."""
-    last = device.type == "cuda" if config.channels_last is None else config.channels_last
+    fastest. bitsandbytes makes weights contiguous at its first update, and so they begin."""
+    contiguous = path_of(config)[1].startswith("bitsandbytes")
+    fastest = device.type == "cuda" and not contiguous
+    last = fastest if config.channels_last is None else config.channels_last
     model.to(device)
     if last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

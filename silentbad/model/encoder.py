@@ -77,6 +77,10 @@ class Encoder:
             for module in called:
                 module.to("cpu")
 
+    def own_precision(self) -> torch.autocast:
+        """A context without autocast: encodings have the same bits, whoever asks for them first."""
+        return torch.autocast(self.device.type, enabled=False)
+
     @property
     def text_facts(self) -> list[Any]:
         """The facts on which the states of a text depend."""
@@ -114,7 +118,7 @@ class Encoder:
     @torch.no_grad()
     def moments(self, pixels: torch.Tensor) -> torch.Tensor:
         """Mean and standard deviation of the posteriors (B,2C,h,w)."""
-        with self.on_device(self.vae):
+        with self.on_device(self.vae), self.own_precision():
             posterior = self.vae.encode(send(pixels, self.device).to(self.vae.dtype)).latent_dist
         return torch.cat([posterior.mean, posterior.std], dim=1).float()
 
@@ -154,7 +158,7 @@ class Encoder:
     def states(self, texts: list[str]) -> torch.Tensor:
         """c (B,L,D); where there is a pooled state (B, L*D + P), both in one row."""
         tokens = [send(ids, self.device) for ids in tokenize(self.parts, texts)]
-        with self.on_device(*self.text_encoders):
+        with self.on_device(*self.text_encoders), self.own_precision():
             c, pooled = self.family.encode(
                 self.parts.text_encoders, tokens, self._nonempty(texts), self.width
             )

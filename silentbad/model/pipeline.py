@@ -60,7 +60,8 @@ def check_xformers() -> None:
         "leave it off, PyTorch's scaled_dot_product_attention is the default",
     ):
         ops = importlib.import_module("xformers.ops")
-        q = torch.zeros(1, 8, 1, 16, device="cuda", dtype=torch.float16)
+        card = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # accelerate has chosen none yet
+        q = torch.zeros(1, 8, 1, 16, device=card, dtype=torch.float16)
         ops.memory_efficient_attention(q, q, q)
 
 
@@ -195,8 +196,7 @@ def load_parts(
     modules = load_modules(source, index, kinds, config.non_ema_revision)
     vae = modules.pop("vae")
     backbone = modules.pop(family.backbone)
-    if family.upcasts and vae.config.force_upcast:
-        vae.float()
+    widen(vae, family)
     vae.requires_grad_(False).eval()
     for module in (backbone, *modules.values()) if frozen else ():
         module.requires_grad_(False).eval()
@@ -393,10 +393,16 @@ def gathered_parts(parts: Any) -> Any:
 def load_autoencoder(name: str, dtype: str, device: Any) -> Any:
     """The autoencoder alone of the pipeline of --pipeline."""
     source = Source(name, "--pipeline")
-    read_index(source)
-    return gate.load_part("vae", AutoencoderKL, source, torch_dtype=getattr(torch, dtype)).to(
-        device
-    )
+    family = family_in(read_index(source))
+    vae = gate.load_part("vae", AutoencoderKL, source, torch_dtype=getattr(torch, dtype))
+    widen(vae, family)
+    return vae.to(device)
+
+
+def widen(vae: Any, family: Family) -> None:
+    """In place to fp32 an autoencoder that overflows in fp16, as diffusers does where it decodes."""
+    if family.upcasts and vae.config.force_upcast:
+        vae.float()
 
 
 def load_pipeline(
@@ -409,7 +415,7 @@ def load_pipeline(
     revision: str | None = None,
 ) -> Any:
     """A plain diffusers pipeline of a family, with adapters where asked, from safetensors only;
-    every tensor loaded and finite, in the precision asked for. `flag` names it in messages; `of` is
+    every tensor loaded and finite, in the precision asked for (`widen`). `flag` names it in messages; `of` is
     the pipeline that a baseline is compared with; `revision` is that of the backbone, where it is
     another."""
     source = name if isinstance(name, Source) else Source(name, flag)
@@ -425,6 +431,7 @@ def load_pipeline(
     modules = load_modules(source, index, kinds, revision)
     encoders = {name: module for name, module in modules.items() if name in family.encoders}
     check_fit(source.path, family, modules[family.backbone], modules["vae"], encoders, tokenizers)
+    widen(modules["vae"], family)
     with gate.quietly():
         scheduler = scheduler_of(settings)
     pipe = family.assemble(

@@ -169,6 +169,7 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
     },
     # optimizer and losses
     "use_8bit_adam": {
+        "channels_last=true": "bitsandbytes makes weights contiguous at every step; leave it off",
         "gradient_control.spectral": NOT_ADAMW,
     },
     "optimizer!=AdamW": {

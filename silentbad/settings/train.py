@@ -305,9 +305,9 @@ class TrainConfig(DataSettings):
     mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(
         None, "accelerate's own setting when unset"
     )
-    allow_tf32: bool = flag(False, "TF32 matrix products on CUDA")
+    allow_tf32: bool = flag(False, "TF32 matrix products and convolutions on CUDA")
     channels_last: bool | None = ours(
-        None, "memory format of what trains; on CUDA, not elsewhere, when unset"
+        None, "memory format of what trains; unset: on CUDA, unless by bitsandbytes"
     )
     compile_model: bool = ours(False, "torch.compile the training forward; takes minutes at first")
     gradient_checkpointing: bool = flag(False, "recompute activations in backward")

@@ -35,6 +35,13 @@ def test_parts_without_the_variant_are_read_without_it(flags, pipelines, tmp_pat
     assert [Path(line.split(": ")[1]).name for line in said] == ["vae", "text_encoder"]
 
 
+@pytest.mark.parametrize("kind, dtype", [("xl", torch.float32), ("epsilon", torch.float16)])
+def test_an_autoencoder_that_overflows_in_fp16_is_read_wide(pipelines, kind, dtype):
+    pipe = pipeline.load_pipeline(str(pipelines[kind]), "float16", "cpu")
+    alone = pipeline.load_autoencoder(str(pipelines[kind]), "float16", "cpu")
+    assert (pipe.vae.dtype, alone.dtype, pipe.unet.dtype) == (dtype, dtype, torch.float16)
+
+
 def test_a_tokenizer_without_merges_is_one_line(tmp_path):
     pipe = tmp_path / "pipe"
     shutil.copytree(Path(__file__).parents[2] / "assets/micro-sd", pipe)

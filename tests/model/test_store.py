@@ -143,6 +143,15 @@ def test_rehearsal_and_made_up_captions_keep_the_encoders(build, tmp_path):
         assert run.encoder.offloaded == [run.parts.vae]
 
 
+def test_encodings_are_the_same_inside_autocast(build):
+    run = build(cache_mb=0)
+    pictures = torch.rand(2, 3, 16, 16) * 2 - 1
+    plain = (run.encoder.states(["a red cat", ""]), run.encoder.moments(pictures))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = (run.encoder.states(["a red cat", ""]), run.encoder.moments(pictures))
+    assert all(map(torch.equal, plain, inside)) and all(x.dtype == torch.float32 for x in inside)
+
+
 def test_modules_that_rest_are_fetched_for_the_call(build, tmp_path):
     run = build(cache_dir=tmp_path / "c")
     moved = []
