@@ -416,8 +416,8 @@ def load_pipeline(
 ) -> Any:
     """A plain diffusers pipeline of a family, with adapters where asked, from safetensors only;
     every tensor loaded and finite, in the precision asked for, or wider (`widen`). `flag` names it
-    in messages; `of` is the pipeline that a baseline is compared with; `revision` is that of the backbone, where it is
-    another."""
+    in messages; `of` is the pipeline that a baseline is compared with; `revision` is that of the
+    backbone, where it is another."""
     source = name if isinstance(name, Source) else Source(name, flag)
     index = read_index(source)
     family = family_in(index)
