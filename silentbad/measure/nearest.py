@@ -6,7 +6,7 @@ images to these pictures, which that model never saw (data copying, arXiv 2212.0
 nearest training picture too). Each training picture also serves as a null picture: it lacks all but
 one element of a target."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from silentbad.data.images import resize
 from silentbad.measure.embedders import Embedder
 from silentbad.measure.kept import spread
+
+FEW = 4  # nearest by features alone, without colour and alignment, of which the nearest is one
 
 
 class TrainingPicture(NamedTuple):
@@ -36,6 +38,7 @@ class TrainingPictures:
             picture = (small * 255).round().to(torch.uint8).cpu()
             self.shown.append(training._replace(picture=picture))
         self.features: Tensor | None = None
+        self.references: dict[int, Tensor] = {}  # of those that were among the nearest
 
     def pictures(self, most: int) -> list[tuple[Tensor, tuple[str, ...]]]:
         """The pictures (3,S,S) in [0,1] and phrases of at most `most` of them, spread evenly."""
@@ -45,18 +48,35 @@ class TrainingPictures:
         self, images: Tensor, trip: Callable[[Tensor], Tensor] | None
     ) -> list[tuple[float, str]]:
         """(similarity, name) of the training picture most like each of images (B,3,H,W) in [0,1].
+        Of the FEW nearest by their features it is the similarity to a target: images are asked
+        whether they are more like these pictures than like theirs.
 
         `trip`: a function that training pictures go through first, as the target did."""
-        if self.features is None:
-            parts = []
-            for start in range(0, len(self.shown), 8):
-                part = [training.picture for training in self.shown[start : start + 8]]
-                pictures = torch.stack(part).float() / 255
-                pictures = pictures if trip is None else trip(pictures)
-                # as a target's: images are asked whether they are more like these than like it
-                parts += [self.embedder.reference(picture[None]) for picture in pictures]
-            self.features = torch.cat(parts)
+        trip = trip or (lambda pictures: pictures)
         image_features = self.embedder.embed(images)
-        best = self.embedder.similarity(image_features, self.features).double().max(dim=1)
-        names = [self.shown[i].name for i in best.indices.tolist()]
-        return list(zip(best.values.tolist(), names, strict=True))
+        rough = self.embedder.similarity(image_features, self._features(trip))
+        few = rough.topk(min(FEW, len(self.shown)), dim=1).indices.tolist()
+        exact = {
+            row: self.embedder.paired(image_features, self._reference(row, trip)).double().tolist()
+            for row in {row for of_image in few for row in of_image}
+        }
+        best = [max((exact[row][i], row) for row in of_image) for i, of_image in enumerate(few)]
+        return [(similarity, self.shown[row].name) for similarity, row in best]
+
+    def _features(self, trip: Callable[[Tensor], Tensor]) -> Tensor:
+        """The features (T,...) of all, computed once."""
+        if self.features is None:
+            rows = range(len(self.shown))
+            chunks = [rows[start : start + 8] for start in rows[::8]]
+            self.features = torch.cat([self.embedder.embed(trip(self._pixels(c))) for c in chunks])
+        return self.features
+
+    def _reference(self, row: int, trip: Callable[[Tensor], Tensor]) -> Tensor:
+        """The features of one as of a target, computed once."""
+        if row not in self.references:
+            self.references[row] = self.embedder.reference(trip(self._pixels([row])))
+        return self.references[row]
+
+    def _pixels(self, rows: Sequence[int]) -> Tensor:
+        """These pictures (B,3,S,S) in [0,1]."""
+        return torch.stack([self.shown[row].picture for row in rows]).float() / 255
