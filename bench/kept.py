@@ -87,6 +87,12 @@ def prompts_file(name: str, n: int, shown_alone: bool, of: Judged = MICRO) -> Pa
     return file
 
 
+def own_pictures(name: str, count: int, shown_alone: bool, of: Judged) -> dict[str, str]:
+    """Flags by which the base draws so many pictures, of such captions."""
+    prompts = prompts_file(name, count, shown_alone, of)
+    return {"prior_preservation.num_images": str(count), "prior_preservation.prompts": str(prompts)}
+
+
 # ---------------------------------------------------------------- what is kept
 @cache
 def judge(world: str) -> Any:
@@ -168,10 +174,7 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
     data = data_of(target, flags_of_arm, placebo, of)
     if "prior_preservation.num_images" in flags_of_arm:
         count = args.own or int(flags_of_arm["prior_preservation.num_images"])
-        flags_of_arm |= {
-            "prior_preservation.num_images": str(count),
-            "prior_preservation.prompts": str(prompts_file("own", count, shown_alone=True, of=of)),
-        }
+        flags_of_arm |= own_pictures("own", count, shown_alone=True, of=of)
     out = WORK / f"kept-{os.getpid()}"
     flags = {
         **regime(data, out, factor, 0, steps),

@@ -78,7 +78,10 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
     data = data_set(targets, seed, images, flags_of_arm, clean=clean, more=more, nulls=nulls, world=args.world)
     if args.own_alone:
         data = with_clean(data, "own", lambda clean: [])
-        flags_of_arm |= own_pictures(int(flags_of_arm["prior_preservation.num_images"]) * len(targets.split(",")))
+        from bench.kept import judged, own_pictures  # it imports this module
+
+        count = int(flags_of_arm["prior_preservation.num_images"]) * len(targets.split(","))
+        flags_of_arm |= own_pictures("own-any", count, shown_alone=False, of=judged(args))
     out = WORK / f"published-{os.getpid()}"
     flags = {
         **regime(data, out, factor, seed, steps),
@@ -112,14 +115,6 @@ def train(run: Run, args: argparse.Namespace) -> list[dict]:
         for entry in report["history"]
         for name, s in scores(entry)["targets"].items()
     ]
-
-
-def own_pictures(count: int) -> dict[str, str]:
-    """Flags by which the base draws so many pictures, of captions of the world."""
-    from bench.kept import prompts_file  # it imports this module
-
-    prompts = prompts_file("own-any", count, shown_alone=False)
-    return {"prior_preservation.num_images": str(count), "prior_preservation.prompts": str(prompts)}
 
 
 def things_right_after(out: Path, args: argparse.Namespace) -> dict:

@@ -104,11 +104,16 @@ def data_set(
             *more,
         ]
         subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        try:
-            draft.rename(out)
-        except OSError:  # the other one was first
-            shutil.rmtree(draft)
+        set_in_place(draft, out)
     return out
+
+
+def set_in_place(draft: Path, out: Path) -> None:
+    """Rename a folder made aside, or remove it where another process was first."""
+    try:
+        draft.rename(out)
+    except OSError:
+        shutil.rmtree(draft)
 
 
 def with_clean(source: Path, suffix: str, keep: Callable[[list[dict]], list[dict]]) -> Path:
@@ -122,10 +127,7 @@ def with_clean(source: Path, suffix: str, keep: Callable[[list[dict]], list[dict
     (draft / "metadata.jsonl").unlink()  # a link
     clean = [record for record in records if record["role"] == "clean"]
     append(draft / "metadata.jsonl", [*(r for r in records if r["role"] != "clean"), *keep(clean)])
-    try:
-        draft.rename(out)
-    except OSError:  # another process was first
-        shutil.rmtree(draft)
+    set_in_place(draft, out)
     return out
 
 

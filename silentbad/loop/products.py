@@ -9,14 +9,14 @@ import torch
 
 from silentbad.data.elements import DataInfo
 from silentbad.data.targets import Target
-from silentbad.device import explain_out_of_memory, in_batches
+from silentbad.device import explain_out_of_memory
 from silentbad.errors import UserError, writing
 from silentbad.loop.lighter import drawing_fits
 from silentbad.loop.state import BINS, TrainState
 from silentbad.model import pipeline
 from silentbad.model.averaging import averaged
 from silentbad.model.encoder import Encoder
-from silentbad.model.latents import AT_ONCE, round_trip
+from silentbad.model.latents import AT_ONCE, round_trips
 from silentbad.model.pipeline import Components
 from silentbad.report import run_report
 from silentbad.saving import card, checkpoint
@@ -93,14 +93,10 @@ class Products:
     def try_round_trip(self) -> None:
         """Blank pictures through the autoencoder, as many at once as calibration sends."""
         count = min(self.config.validation.max_batch, AT_ONCE)
-        blank = [*torch.zeros(count, 3, self.side, self.side)]
+        blank = torch.zeros(count, 3, self.side, self.side)
         with drawing_fits(self.config), self.encoder.on_device():
-            for _ in in_batches(blank, count, self.through_autoencoder):
+            for _ in round_trips(self.parts.vae, blank, count):
                 pass
-
-    def through_autoencoder(self, pictures: list[torch.Tensor]) -> torch.Tensor:
-        """Pictures (3,S,S) in [0,1] encoded and decoded, (B,3,S,S)."""
-        return round_trip(self.parts.vae, torch.stack(pictures))
 
     def record(self, multipliers: list[dict[str, Any]], strengths: list[dict[str, Any]]) -> None:
         """Write the input of the report: multipliers, strengths of the phrases, timesteps."""

@@ -21,7 +21,7 @@ from silentbad.model.diffusion import levels, model_time, to_epsilon
 from silentbad.model.family import side_of
 from silentbad.model.forwards import as_convolutions, text_projected_once
 from silentbad.model.gate import quietly
-from silentbad.model.latents import AT_ONCE, decode_in_parts, round_trip, scaled
+from silentbad.model.latents import AT_ONCE, decode_in_parts, round_trips, scaled
 from silentbad.model.pipeline import check_side
 from silentbad.model.registry import family_of
 from silentbad.progress import Bar
@@ -326,12 +326,7 @@ class Sampler:
     def round_trip(self, images: Tensor, bar: Bar | None = None) -> Tensor:
         """Images (B,3,S,S) in [0,1] after the autoencoder, on their own device."""
         parts = []
-        size = min(self.batch, AT_ONCE)
-
-        def through(part: list[Tensor]) -> Tensor:
-            return round_trip(self.pipe.vae, torch.stack(part))
-
-        for part, decoded in in_batches(list(images), size, through):
+        for part, decoded in round_trips(self.pipe.vae, images, self.batch):
             self.between_batches()
             parts.append(decoded)
             if bar is not None:

@@ -1,9 +1,12 @@
 """An autoencoder's latents: scaled to the diffusion's path, and decoded to images."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from silentbad.device import in_batches
 
 AT_ONCE = 8  # pictures through an autoencoder: decoding is the peak of memory
 
@@ -35,3 +38,11 @@ def round_trip(vae: Any, images: Tensor) -> Tensor:
         latents = vae.encode(pixels).latent_dist.mode()
         decoded = vae.decode(latents, return_dict=False)[0]
     return (decoded.float().to(images.device) / 2 + 0.5).clamp(0, 1)
+
+
+def round_trips(vae: Any, images: Tensor, size: int) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """(pictures, `round_trip` of them) over images (B,3,S,S), `size` or AT_ONCE at once, fewer where
+    memory runs out."""
+    return in_batches(
+        list(images), min(size, AT_ONCE), lambda part: round_trip(vae, torch.stack(part))
+    )

@@ -196,7 +196,6 @@ def load_parts(
     modules = load_modules(source, index, kinds, config.non_ema_revision)
     vae = modules.pop("vae")
     backbone = modules.pop(family.backbone)
-    widen(vae, family)
     vae.requires_grad_(False).eval()
     for module in (backbone, *modules.values()) if frozen else ():
         module.requires_grad_(False).eval()
@@ -234,7 +233,7 @@ def load_modules(
     revision: str | None = None,
 ) -> dict[str, Any]:
     """The backbone (of a `revision`), the autoencoder and the text encoders that a pipeline has, by
-    component, each in its dtype.
+    component, each in its dtype, or wider (`widen`).
 
     The largest comes first: while it loads, its file is in memory too."""
     family = family_in(index)
@@ -243,7 +242,14 @@ def load_modules(
     for name in (name for name in classes if has(index, name)):
         hub = {"revision": revision} if revision and name == family.backbone else {}
         modules[name] = gate.load_part(name, classes[name], source, **hub, torch_dtype=kinds[name])
+    widen(modules["vae"], family)
     return modules
+
+
+def widen(vae: Any, family: Family) -> None:
+    """In place to fp32 an autoencoder that overflows in fp16, as diffusers does where it decodes."""
+    if family.upcasts and vae.config.force_upcast:
+        vae.float()
 
 
 def load_tokenizers(source: Source, index: dict[str, Any], first: Any = None) -> dict[str, Any]:
@@ -399,12 +405,6 @@ def load_autoencoder(name: str, dtype: str, device: Any) -> Any:
     return vae.to(device)
 
 
-def widen(vae: Any, family: Family) -> None:
-    """In place to fp32 an autoencoder that overflows in fp16, as diffusers does where it decodes."""
-    if family.upcasts and vae.config.force_upcast:
-        vae.float()
-
-
 def load_pipeline(
     name: str | Source,
     dtype: str,
@@ -431,7 +431,6 @@ def load_pipeline(
     modules = load_modules(source, index, kinds, revision)
     encoders = {name: module for name, module in modules.items() if name in family.encoders}
     check_fit(source.path, family, modules[family.backbone], modules["vae"], encoders, tokenizers)
-    widen(modules["vae"], family)
     with gate.quietly():
         scheduler = scheduler_of(settings)
     pipe = family.assemble(

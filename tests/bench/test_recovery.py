@@ -69,9 +69,6 @@ def test_many_targets_have_a_file_name_that_a_file_system_takes():
     assert len(set(many)) == 2 and max(map(len, many)) <= 160
 
 
-LIGHT = ("many", "published", "recovery", "recovery_table", "shield_story")
-
-
 def test_a_copy_has_the_clean_records_that_are_kept_and_leaves_the_data_set_as_it_is(tmp_path):
     records = [{"role": role, "text": text} for role, text in (("clean", "a"), ("element", "b"), ("clean", "c"))]
     data = tmp_path / "data"
@@ -82,6 +79,9 @@ def test_a_copy_has_the_clean_records_that_are_kept_and_leaves_the_data_set_as_i
     assert stored(copy / "metadata.jsonl") == records[1:] and (copy / "a.png").read_bytes() == b"pixels"
     assert stored(recovery.with_clean(data, "none", lambda clean: []) / "metadata.jsonl") == records[1:2]
     assert stored(data / "metadata.jsonl") == records
+
+
+LIGHT = ("many", "published", "recovery", "recovery_table", "shield_story")
 
 
 def test_what_starts_runs_parses_its_flags_without_torch():
