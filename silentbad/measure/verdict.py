@@ -95,7 +95,8 @@ def _general_doubts(record: Record, recovered: Sequence[str]) -> Iterator[str]:
 
 def _chance(record: Record, recovered: Sequence[str], rate: float) -> float:
     """The p-value of the passing images of targets that seem recovered. They were chosen by their
-    hits: so all images count, or one target alone, corrected for their number (Bonferroni)."""
+    hits: so all images count, or one target alone, corrected for their number and, as the lower of
+    the two is taken, for both (Bonferroni)."""
     orders = latest(record.history[-1]).orders.values()
     by_order = [{t.target_id: _count([cell], t) for t in record.targets} for cell in orders]
     together = [
@@ -107,7 +108,9 @@ def _chance(record: Record, recovered: Sequence[str], rate: float) -> float:
         for name in recovered
     ]
     of_all = over_orders(as_many_by_chance(hits, n, rate) for hits, n in together)
-    return min(of_all, len(record.targets) * min(alone))
+    if len(record.targets) == 1:
+        return of_all
+    return min(1.0, 2 * min(of_all, len(record.targets) * min(alone)))
 
 
 def _state(record: Record, j: int, parts: Sequence[Part]) -> tuple[str, list[str]]:

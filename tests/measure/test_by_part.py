@@ -210,6 +210,13 @@ def test_targets_that_were_chosen_by_their_hits_are_no_evidence_by_these_alone(s
     assert record_of(several(400, targets, unrelated=GREY)).verdict.state == state
 
 
+def test_all_images_and_one_target_alone_are_two_chances():
+    """Two passing images of one of ten targets have a p of 0.027 alone, of 80 images 0.19."""
+    back = images(0.6, 0.9, 0.9, 0.9)
+    targets = {"t0": back[:2] + GREY[2:], **{f"t{j}": GREY for j in range(1, 10)}}
+    assert record_of(several(400, targets, unrelated=GREY)).verdict.state == UNDECIDED
+
+
 def test_an_undecided_verdict_names_the_part_that_fails():
     composed = [(0.6, 0.9, 0.9, 0.9)] + WITHOUT_WALL[1:]
     record = record_of(entry(400, composed, unrelated=GREY))
