@@ -58,6 +58,16 @@ def test_an_installed_training_has_the_bundled_base_and_configurations(programs,
     assert "_bundled/assets/micro-sd" in (tmp_path / "run" / "config.yaml").read_text()
 
 
+def test_an_installed_command_finds_code_in_the_current_folder(programs, tmp_path):
+    """As `python -m` does: the quickstart's judge imports the world of its clone."""
+    (tmp_path / "sight.py").write_text("def sees(images, prompts): ...\n")
+    (tmp_path / "judge.py").write_text("from sight import sees\n")
+    example = ["--train_data_dir", str(ROOT / "docs/example"), "--validation.targets", str(ROOT / "docs/example")]
+    command = [programs / "silentbad-train", *example, "--validation.judge", "judge.py:missing", "--output_dir", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 2 and "missing" in done.stderr and "ModuleNotFound" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("what", WITHOUT)
 def test_a_system_without_posix_gets_one_line(what):
     code = f"{WITHOUT[what]}\nfrom silentbad.settings.installed import train\ntrain()"
