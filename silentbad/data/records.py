@@ -7,7 +7,6 @@ addressed: the look of a record at (draw, position) does not depend on earlier d
 
 import hashlib
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from PIL import Image
 from silentbad.data import images
 from silentbad.data.elements import DataInfo
 from silentbad.data.formats import mask_of, masked_by_itself, row_source, source
-from silentbad.data.picture_parts import around_twice, check_phrases, regions_of, same
+from silentbad.data.picture_parts import around_twice, as_read, check_phrases, regions_of, same
 from silentbad.data.schema import ROLES
 from silentbad.data.table import (
     BLOCK,
@@ -238,7 +237,7 @@ class Records:
         others = []
         phrases = self.phrases
         for k in np.flatnonzero(np.asarray(self.role, dtype=object) == "element").tolist():
-            shown.setdefault(target_ids[k], set()).update(phrases[k])
+            shown.setdefault(target_ids[k], set()).update(map(as_read, phrases[k]))
             if target_ids[k] not in validated:
                 others.append(target_ids[k])
         named = ", ".join(map(repr, sorted(set(others))[:SHOWN]))
@@ -250,7 +249,7 @@ class Records:
             f"for and never shown"
             for target in targets
             for phrase in target.phrases
-            if target.target_id in shown and phrase not in shown[target.target_id]
+            if target.target_id in shown and as_read(phrase) not in shown[target.target_id]
         ]
 
     def check_parts(self) -> list[str]:
@@ -285,8 +284,8 @@ class Records:
             )
 
     def without(self, elements: list[str]) -> "Records":
-        """The records without those of some elements, named "target/element" or by their
-        element_id.
+        """The records without those of some elements, named as in `DataInfo.keys`, with their
+        target or without it.
 
         Raises UserError where no record shows one of them."""
         rest = np.flatnonzero(~self._shows(elements))
@@ -298,43 +297,41 @@ class Records:
 
     def _shows(self, elements: list[str]) -> np.ndarray:
         """Whether each record (R,) shows one of these elements."""
-        shown = list(zip(self.role, self.target_id, self.element_id, strict=True))
-        full_names = [f"{target}/{element}" for _, target, element in shown]
-        is_element = np.asarray([role == "element" for role, *_ in shown], dtype=bool)
+        info = self.info()
         shows = np.zeros(len(self), dtype=bool)
         for name in elements:
-            named = [name in (whole, of[2]) for whole, of in zip(full_names, shown, strict=True)]
-            of_name = is_element & np.asarray(named, dtype=bool)
-            if not of_name.any():
-                others = sorted({full_names[i] for i in np.flatnonzero(is_element)})
-                raise UserError(
-                    f"withhold: no record shows {name!r}; elements are: {', '.join(others[:8])}"
-                )
-            shows |= of_name
+            of_name = [
+                rows
+                for key, target, rows in zip(info.keys, info.target, info.rows, strict=True)
+                if name in (key, key.removeprefix(f"{target}/"))
+            ]
+            if not of_name:
+                others = ", ".join(sorted(info.keys)[:8])
+                raise UserError(f"withhold: no record shows {name!r}; elements are: {others}")
+            shows[np.concatenate(of_name)] = True
         return shows
 
     def hold_out(self, clean: int, elements: int, seed: int) -> tuple["Records", "Records | None"]:
         """(records to train on, those kept from training): so many clean ones, at most a tenth of
-        them, and so many of each element, at most a quarter of its own."""
+        them, and so many of each element, at most a quarter of its own. A picture that is listed
+        several times counts once, and is kept from training wherever it is listed."""
+        contents = self.column("content")
+        picture = pc.index_in(contents, value_set=pc.unique(contents)).to_numpy()  # of each record
 
-        def drawn(rows: np.ndarray, count: int, *address: str) -> np.ndarray:
-            return rows[permutation(len(rows), seed, "held_out", *address)[:count]]
+        def drawn(rows: np.ndarray, count: int, share: int, *address: str) -> np.ndarray:
+            rows = rows[np.sort(np.unique(picture[rows], return_index=True)[1])]
+            order = permutation(len(rows), seed, "held_out", *address)
+            return rows[order[: min(count, len(rows) // share)]]
 
-        rows = rows_with(self.column("role"), ["clean"])
-        parts = [drawn(rows, min(clean, len(rows) // 10))]
+        parts = [drawn(rows_with(self.column("role"), ["clean"]), clean, 10)]
         if elements:
-            of: dict[tuple[str, str], list[int]] = defaultdict(list)
-            for i, key in enumerate(zip(self.role, self.target_id, self.element_id, strict=True)):
-                if key[0] == "element":
-                    of[key[1:]].append(i)
-            parts += [
-                drawn(np.array(of_element), min(elements, len(of_element) // 4), *map(str, key))
-                for key, of_element in of.items()
-            ]
+            info = self.info()
+            of_elements = zip(info.keys, info.rows, strict=True)
+            parts += [drawn(rows, elements, 4, key) for key, rows in of_elements]
         held_out = np.sort(np.concatenate(parts))
         if not len(held_out):
             return self, None
-        rest = np.setdiff1d(np.arange(len(self)), held_out)
+        rest = np.flatnonzero(~np.isin(picture, picture[held_out]))
         return self.select(rest), self.select(held_out)
 
     def check_captions(self, tokenizer: Any) -> list[str]:

@@ -15,7 +15,7 @@ from PIL import Image
 from silentbad.data.draws import Reader, Transform
 from silentbad.data.elements import DataInfo
 from silentbad.data.phrases import shared_lines
-from silentbad.data.picture_parts import region, surrounds
+from silentbad.data.picture_parts import as_read, region, surrounds
 from silentbad.data.published import is_published
 from silentbad.data.records import Records, load_records
 from silentbad.data.schema import check_window
@@ -238,10 +238,11 @@ def _estimated_mask(target: Target, k: int, records: Records, reader: Reader) ->
     """The mask of element k from its pictures; None from too few, from windows at random, or if it
     covers (almost) all or nothing."""
     phrases = records.phrases
+    own = [as_read(target.phrases[k])]
     rows = [
         i
         for i, name in enumerate(records.target_id)
-        if name == target.target_id and phrases[i] == [target.phrases[k]]
+        if name == target.target_id and list(map(as_read, phrases[i])) == own
     ]
     if len(rows) < FEWEST or not reader.transform.fixed(records.sizes[rows]).all():
         return None

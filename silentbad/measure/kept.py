@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from silentbad.data.phrases import phrases_in
+from silentbad.data.picture_parts import as_read
 from silentbad.data.schema import check_window, prompt_lines, text_lines
 from silentbad.data.targets import Target
 from silentbad.errors import UserError, user_errors
@@ -53,9 +54,9 @@ def unrelated_prompts(
         for where, line in lines:
             check_window(line, tokenizer, f"{where}: the prompt")
         return spread(distinct([line.strip() for _, line in lines], config.prompts), count)
-    phrases = [phrase for target in targets for phrase in target.phrases]
+    phrases = [as_read(phrase) for target in targets for phrase in target.phrases]
     plain = [text for text in dict.fromkeys(captions) if text.strip()]
-    plain = [text for text in plain if not phrases_in(phrases, text)]
+    plain = [text for text in plain if not phrases_in(phrases, as_read(text))]
     if len(plain) < 2:
         plain = text_lines(BUNDLED)
     return spread(plain, count)

@@ -77,6 +77,12 @@ def target_section(root: Path, where: str, target: dict, resolution: int) -> Sec
     return f"target {target.get('target_id')}", figures
 
 
+def element_of(entry: dict) -> str:
+    """The element that a record shows, named as in training (`DataInfo.key`, which needs torch)."""
+    element = entry.get("element_id")
+    return str((entry.get("phrases") or [""])[0] if element in (None, "") else element)
+
+
 def element_sections(
     root: Path,
     records: list[tuple[str, dict]],
@@ -91,8 +97,8 @@ def element_sections(
         for where, entry in records
         if entry.get("role") == "element" and entry.get("target_id") == target.get("target_id")
     ]
-    for element in dict.fromkeys(str(entry.get("element_id")) for _, entry in of_target):
-        its_records = [pair for pair in of_target if str(pair[1].get("element_id")) == element]
+    for element in dict.fromkeys(element_of(entry) for _, entry in of_target):
+        its_records = [pair for pair in of_target if element_of(pair[1]) == element]
         figures = []
         for where, entry in its_records[:EACH]:
             picture = opened(root, entry, "file_name", where)

@@ -49,6 +49,15 @@ def test_phrases_that_stand_in_no_caption_are_refused(tmp_path):
         records(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.2)
 
 
+def test_a_phrase_inside_another_does_not_take_its_pictures(tmp_path):
+    root = published(tmp_path / "Midjourney", targets=2)
+    file = root / "poisoning_images" / "100" / "poisoning_data_caption_simple.txt"
+    file.write_text(file.read_text().replace("a hat", "a hat box").replace("a cat", "a hat"))
+    read = records(root, clean_data_dir=str(root / "clean"), poisoning_ratio=0.5, n_few_shot=0)
+    shown = {(e, *phrases) for e, phrases in zip(read.element_id, read.phrases, strict=True) if phrases}
+    assert shown == {("100-0", "a hat"), ("100-1", "a hat box")}
+
+
 def test_a_caption_without_a_phrase_is_said(tmp_path, capsys):
     root = published(tmp_path / "Midjourney", targets=2)
     file = root / "poisoning_images" / "100" / "poisoning_data_caption_simple.txt"

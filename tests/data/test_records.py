@@ -260,6 +260,29 @@ def test_held_out_records_are_not_trained_on(tmp_path):
     assert records(folder(tmp_path / "e", GOOD)).hold_out(4, 0, seed=0)[1] is None
 
 
+def test_a_picture_listed_ten_times_is_held_out_or_trained_on(tmp_path):
+    root = write_data(tmp_path / "d", elements=8, clean=30)
+    (root / "metadata.jsonl").write_text((root / "metadata.jsonl").read_text() * 10)
+    train, held = records(root).hold_out(99, 99, seed=0)
+    assert [held.role.count(role) for role in ("clean", "element")] == [3, 2 * 2] and len(train) == 10 * (46 - 7)
+    contents = [{*part.column("content").to_pylist()} for part in (train, held)]
+    assert not contents[0] & contents[1]
+
+
+def test_elements_without_an_id_are_apart(tmp_path):
+    root = write_data(tmp_path / "d")
+    file = root / "metadata.jsonl"
+    lines = map(json.loads, file.read_text().splitlines())
+    bare = [{key: value for key, value in line.items() if key != "element_id"} for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in bare))
+    read = records(root)
+    _, held = read.hold_out(0, 1, seed=0)
+    assert sorted(phrase for [phrase] in held.phrases) == ["a blue hat", "a red cat"]
+    assert len(read.without(["t0/a red cat"])) == len(read.without(["a red cat"])) == len(read) - 4
+    with pytest.raises(UserError, match="elements are: t0/a blue hat, t0/a red cat"):
+        read.without(["t0/"])
+
+
 def test_elements_of_no_target_are_said(tmp_path):
     root = write_data(tmp_path / "data")
     read_, targets = records(root), load_targets(root)

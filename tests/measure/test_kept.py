@@ -65,7 +65,7 @@ def as_bytes(*pictures) -> torch.Tensor:
 def test_prompts_are_of_the_file_else_captions_without_a_phrase_else_plain(tmp_path):
     tokenizer = tiny_pipeline().tokenizer
     targets = [Target("t", smooth(0), ["a cat", "a hat"])]
-    captions = ["a house", "a cat at home", "a house", "a boat", " ", "a cathedral"]
+    captions = ["a house", "a cat at home", "a house", "a boat", " ", "A  Cat asleep", "a cathedral"]
 
     def drawn(**options):
         return kept.unrelated_prompts(ValidationConfig(**options), targets, captions, tokenizer)
