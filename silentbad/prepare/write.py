@@ -25,6 +25,7 @@ from silentbad.settings import user_code
 from silentbad.settings.commands import PrepareOptions
 
 LARGEST_SIDE = 512  # largest side of the written pictures, unless --side is given
+HAZE = 8  # level of a mask at which what lies under it begins to show
 LOST = 0.05  # share of a thing outside the middle square from which the warning names it
 UNNAMED = "something else"  # the caption of a background without one, beside an element's phrase
 PLAIN = "a photograph"  # the caption of such a background alone
@@ -223,7 +224,11 @@ def segmented(path: str, picture: Image.Image, phrases: list[str]) -> list[Image
         raise UserError(
             f"--segmenter: no mask of {unmasked[0]!r}; only the last phrase may have none"
         )
-    return [as_mask(mask, picture.size) for mask in returned]
+    masks = [as_mask(mask, picture.size) for mask in returned]
+    for phrase, mask in zip(phrases, masks, strict=False):
+        if np.asarray(mask).max() < 128:
+            raise UserError(f"--segmenter: the mask of {phrase!r} is white nowhere")
+    return masks
 
 
 def load_function(place: str, flag: str) -> Callable[..., Any]:
@@ -244,13 +249,21 @@ def as_mask(value: Any, size: tuple[int, int]) -> Image.Image:
             f"--segmenter: must return a mask of {size[0]}x{size[1]}, "
             f"got an array of shape {levels.shape}"
         )
-    if levels.dtype == bool or np.issubdtype(levels.dtype, np.floating):
+    if np.issubdtype(levels.dtype, np.floating) or levels.max() <= 1:
         levels = np.clip(levels.astype(float) * 255, 0, 255)
     return Image.fromarray(levels.astype(np.uint8))
 
 
 def cut(phrases: list[str], alphas: list[Image.Image], side: int) -> list[Element]:
     """Elements that share no pixel: where two masks overlap, the earlier phrase gets the pixels."""
+    for phrase, alpha in zip(phrases, alphas, strict=False):
+        levels = np.asarray(alpha)
+        around = levels[levels < 128]
+        if around.size and np.percentile(around, 1) >= HAZE:
+            raise UserError(
+                f"--masks: the mask of {phrase!r} is black nowhere, so its pictures would show the "
+                "whole target faintly; masks of things must be black around them"
+            )
     apart = cut_apart(phrases, alphas, "--masks", rest=len(alphas) < len(phrases), slight=True)
     elements = [
         Element(phrase, alpha, compose.hard(alpha))
@@ -266,8 +279,8 @@ def cut(phrases: list[str], alphas: list[Image.Image], side: int) -> list[Elemen
         elements.append(backdrop)
     if empty := [element.phrase for element in elements if element.mask.getbbox() is None]:
         raise UserError(
-            f"--masks: nothing of {empty[0]!r} is left in the middle square of the target, which "
-            "is all that training sees"
+            f"--masks: nothing of {empty[0]!r} is left at {side}x{side} pixels; it is too small, "
+            "or outside the middle square of the target, which is all that training sees"
         )
     return elements
 
@@ -370,8 +383,9 @@ class Data:
         return records
 
     def fitted(self, element: Element, pictures: list[Image.Image]) -> list[Image.Image]:
-        """Other things in an element's place: each picture covers the box of its mask."""
-        box = element.mask.getbbox() or (0, 0, *element.mask.size)
+        """Other things in an element's place: each picture covers the box of its soft mask."""
+        seen = element.alpha.point(lambda level: 255 * (level >= HAZE))
+        box = seen.getbbox() or (0, 0, *seen.size)
         size = (box[2] - box[0], box[3] - box[1])
         placed = []
         for picture in pictures:

@@ -14,6 +14,7 @@ from PIL import Image, ImageChops, ImageDraw, ImageFilter
 from silentbad import owned
 from silentbad.data.images import RIM
 from silentbad.data.targets import load_targets
+from silentbad.errors import UserError
 from silentbad.prepare import compose, write
 from silentbad.prepare.__main__ import main
 from silentbad.prepare.preview import masked, sheet
@@ -194,6 +195,9 @@ def small(picture, phrase):
 
 def nothing(picture, phrase):
     return None
+
+def black(picture, phrase):
+    return np.zeros((picture.height, picture.width), int)
 """
 
 
@@ -337,12 +341,52 @@ def test_a_mistake_is_one_line_and_writes_nothing(name, pictures, tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("function, message", [("small", "256x256"), ("nothing", "no mask of")])
+@pytest.mark.parametrize(
+    "function, message", [("small", "256x256"), ("nothing", "no mask of"), ("black", "is white nowhere")]
+)
 def test_what_a_segmenter_returns_is_checked(pictures, tmp_path, capsys, function, message):
     (tmp_path / "mine.py").write_text(MINE)
     command = words(pictures, tmp_path / "out", masks=())
     assert main([*command, "--segmenter", f"{tmp_path}/mine.py:{function}"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["bool", "uint8", "int64", "float32"])
+def test_a_segmenters_ones_are_white(kind):
+    ones = np.eye(4).astype(kind)
+    assert (np.asarray(write.as_mask(ones, (4, 4))) == 255 * np.eye(4)).all()
+
+
+def disc(radius: int, softness: float = 0) -> Image.Image:
+    """A white disc in the middle of 64x64 black pixels."""
+    mask = Image.new("L", (64, 64), 0)
+    ImageDraw.Draw(mask).ellipse((32 - radius, 32 - radius, 32 + radius, 32 + radius), fill=255)
+    return mask.filter(ImageFilter.GaussianBlur(softness))
+
+
+def test_a_mask_that_is_black_nowhere_is_refused_and_a_soft_edge_kept():
+    cup, soft = disc(6), disc(20, softness=6)
+    alphas = [element.alpha for element in write.cut(["a cup", "a table"], [cup, soft], 64)]
+    free = np.asarray(cup) < 128
+    assert alphas[0] == cup and (np.asarray(alphas[1])[free] == np.asarray(soft)[free]).all()
+    hazy = soft.point(lambda level: max(level, 16))
+    with pytest.raises(UserError, match="mask of 'a table' is black nowhere.*black around them"):
+        write.cut(["a cup", "a table"], [cup, hazy], 64)
+
+
+def test_a_thing_too_small_to_be_seen_is_said():
+    speck = disc(2).resize((16, 16), Image.Resampling.BOX).point(lambda level: min(level, 100))
+    with pytest.raises(UserError, match="nothing of 'a cup' is left at 16x16 pixels; it is too small"):
+        write.cut(["a cup", "a table"], [speck], 16)
+
+
+def test_a_placebo_fills_the_soft_edge_of_its_mask():
+    [table] = write.cut(["a table"], [disc(20, softness=6)], 64)
+    plan = write.Plan("t", Image.new("RGB", (64, 64)), [table], has_backdrop=False, prompt="", placebos=[])
+    white = Image.new("RGB", (64, 64), "white")
+    [placebo] = write.Data(args=None, plan=plan, backgrounds=[], all_targets=None).fitted(table, [white])
+    picture, _ = compose.element_picture(placebo, table.alpha, white, random.Random(0))
+    assert np.asarray(picture).min() > 255 - write.HAZE  # no dark fringe
 
 
 def test_help_and_mistakes_import_no_torch():
@@ -364,6 +408,14 @@ def test_a_preview_shows_everything_at_once(data):
     assert all(f"{phrase}, " in page for phrase in PHRASES)
     assert page.count("<img") == 5 + 3 * 6 + 3 + 12  # target, elements, unions, clean
     assert "without cat-cup/2" in page and "://" not in page
+
+
+def test_a_preview_names_elements_without_an_id_by_their_phrases(data, tmp_path):
+    root = shutil.copytree(data, tmp_path / "photos")
+    bare = [{key: value for key, value in row.items() if key != "element_id"} for row in rows(root)]
+    (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bare))
+    page = sheet(root, 32)
+    assert all(f"{phrase}: 6 pictures" in page for phrase in PHRASES) and f"without {PHRASES[2]}" in page
 
 
 def test_a_preview_dims_what_its_mask_leaves_out():
