@@ -26,7 +26,8 @@ class ModelAccess:
     predict(noisy_latents (B,C,h,w), timesteps (B,), captions, model=None, time_ids=None)
     -> (B,C,h,w), of `unet` or of a copy of it;
     encode(pixel_values (B,3,R,R)) -> latents (B,C,h,w) without sampling noise;
-    pictures(rows) -> a collated batch of plain records; load(row) -> a whole record, decoded.
+    pictures(rows) -> a collated batch of plain records; load(row, picture=True) -> a whole
+    record, decoded; without `picture` all but its image.
     """
 
     unet: torch.nn.Module

@@ -4,6 +4,7 @@
 option.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from PIL import Image, ImageChops
 from silentbad import rng
 from silentbad.data.buckets import stretch
 from silentbad.data.elements import DataInfo
+from silentbad.data.phrases import pattern
 from silentbad.errors import UserError, user_errors
 from silentbad.memory.masks import area, fitted, fitted_mask, overlaid
 from silentbad.settings.memory import PLACED, ROLES
@@ -35,9 +37,9 @@ def check_union(elements: int, of: int, target_id: str) -> None:
 
 @dataclass(frozen=True)
 class Others:
-    """The records that a rehearsal may join to a drawn one. `load(index)` gives a whole record:
-    image, mask, text, phrases, role, target_id, element_id; `masks` holds estimated ones by
-    element."""
+    """The records that a rehearsal may join to a drawn one. `load(index, picture=True)` gives a
+    whole record: index, image, resized, mask, text, phrases, role, target_id, element_id, without
+    `picture` no image; `masks` holds estimated ones by element."""
 
     info: DataInfo
     load: Callable[..., dict]
@@ -252,7 +254,7 @@ def check_replaced(name: str, given: dict, replaced: Any, info: DataInfo) -> Non
         raise UserError(f"{failed} role {replaced['role']!r}, not {', '.join(ROLES)}")
     for target in info.elements_of:
         phrases = info.phrases_of(target)
-        named = [phrase for phrase in phrases if phrase in replaced["text"]]
+        named = {*re.findall(pattern(phrases), replaced["text"])} - {""}
         check_union(len(named), len(phrases), target)
     elements, of = replaced.get("united") or (0, 0)
     check_union(elements, of, replaced["target_id"])
@@ -292,6 +294,12 @@ class Rehearsal:
                 f"memory.rehearsal.name={name}: no target has three elements, so no two may be "
                 "shown or named together; take none, or leak_free where clean captions join "
                 "phrases"
+            )
+        joined = [i for target in sizes for i in info.elements_of[target]]
+        if name in PLACED and (unnamed := [info.keys[i] for i in joined if not info.phrase[i]]):
+            raise UserError(
+                f"memory.rehearsal.name={name}: element {unnamed[0]!r} has no phrase, and phrases "
+                "are the captions of unions; give its records phrases, or take none"
             )
         if name.startswith("pairwise") and (wanted := options.get("elements", 2)) is not None:
             if wanted < 2:

@@ -240,6 +240,15 @@ def test_a_rehearsal_of_ones_own_may_not_join_a_whole_target(change):
         rehearsal.check_replaced("mine.py:f", drawn, {**record, **change}, world.info)
 
 
+def test_a_phrase_inside_another_counts_once():
+    phrases = ["a hat", "a hat box", "a cat"]
+    info = DataInfo(["element"] * 3, ["t"] * 3, list("012"), [[phrase] for phrase in phrases])
+    record = {"image": None, "text": "a hat box, a cat", "role": "rehearsal", "target_id": "t"}
+    rehearsal.check_replaced("mine.py:f", {}, record, info)
+    with pytest.raises(UserError, match="a union of 3 elements"):
+        rehearsal.check_replaced("mine.py:f", {}, record | {"text": "a hat, a hat box, a cat"}, info)
+
+
 def test_null_elements_are_all_but_one():
     world = World()
     for column in range(4):
@@ -312,6 +321,13 @@ def test_of_two_elements_with_one_withheld_nothing_is_joined():
 def test_rehearsal_where_no_target_has_three_elements_is_refused(name):
     info = DataInfo(["element"] * 4, ["t"] * 4, ["0", "0", "1", "1"], [["a"], ["a"], ["b"], ["b"]])
     with pytest.raises(UserError, match="no target has three elements.*take none"):
+        rehearsal.Rehearsal(name, {}, info=info, seed=0, load=dict, masks={})
+
+
+@pytest.mark.parametrize("name", rehearsal.PLACED)
+def test_unions_of_elements_without_phrases_are_refused(name):
+    info = DataInfo(["element"] * 3, ["t"] * 3, list("012"), [["a"], [], ["c"]])
+    with pytest.raises(UserError, match=r"element 't/1' has no phrase.*take none"):
         rehearsal.Rehearsal(name, {}, info=info, seed=0, load=dict, masks={})
 
 
