@@ -6,8 +6,17 @@ layers alike. To act on layers, train some of them: `--train_layers up*`.
     control = Controller(unet, GradientControlConfig(name="experiments/gsnr.py:gsnr"))
     optimizer = torch.optim.AdamW(control.param_groups(weight_decay=1e-2), lr=1e-5)
     control.attach(optimizer)
-    loss.backward(); control.before_step(step)     # then clip, then:
-    optimizer.step(); control.after_step()         # then lr_scheduler.step(), zero_grad()
+
+    accelerator.backward(loss)
+    if accelerator.sync_gradients:      # of a whole batch, not of a part that is accumulated
+        accelerator.unscale_gradients()
+        control.before_step(step)       # then clip
+    optimizer.step()
+    if accelerator.sync_gradients:
+        control.after_step(step, accelerator.optimizer_step_was_skipped)
+    lr_scheduler.step(); optimizer.zero_grad()
+
+With `spectral` the optimizer is silentbad.control.spectral.SpectralAdamW.
 
 Under Adam the scale of a gradient cancels (1412.6980), so a multiplier acts on the learning rate. A
 rule is one function of `GroupStats`: `--gradient_control.name mine.py:my_rule` takes a rule from
@@ -29,7 +38,7 @@ from silentbad.control.multipliers import Multipliers
 from silentbad.control.original import adjust_gradient_scale
 from silentbad.control.rates import LearningRates, check_optimizer, scale_gradients
 from silentbad.control.source_gradients import MIXED, SourceBank
-from silentbad.control.spectral import split
+from silentbad.control.spectral import SpectralAdamW, split
 from silentbad.control.statistics import GroupStats, Sample, Statistics, centred
 from silentbad.device import scalars
 from silentbad.errors import UserError, warn
@@ -402,9 +411,13 @@ class Controller(Hooks):
     def attach(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Store the optimizer, wrapped or not. Refuses one on which multipliers cannot act."""
         names = self.groups.names if self.rates_differ else None
-        self.layer_rates.optimizer = check_optimizer(
-            optimizer, lr_scheduler, names, self.config.apply
-        )
+        inner = check_optimizer(optimizer, lr_scheduler, names, self.config.apply)
+        if self.config.spectral and not isinstance(inner, SpectralAdamW):
+            raise UserError(
+                f"gradient_control.spectral: {type(inner).__name__} makes no spectral updates; "
+                "take silentbad.control.spectral.SpectralAdamW"
+            )
+        self.layer_rates.optimizer = inner
 
     # ---- the step, as a loop of your own calls it
     def after_backward(self, last: bool = True, source: str | None = None) -> None:

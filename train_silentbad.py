@@ -255,14 +255,17 @@ def update(run: Run) -> bool:
     norms = optimizers.gradient_norms(params)
     norm = torch.linalg.vector_norm(norms)
     scalars = hooks.before_step(state.step, torch.isfinite(norm), norms)
+    if hooks.modifies_gradients:
+        norm = torch.linalg.vector_norm(optimizers.gradient_norms(params))
     size = norm.item()  # the one host sync of a step: a gradient that is not finite is not applied
     finite = math.isfinite(size)
 
     # Clip; below the limit it would multiply by one
     limit = run.config.max_grad_norm
-    modified = hooks.modifies_gradients
-    if limit and (modified or not size < limit - 1e-5):
-        optimizers.clip(params, limit, None if modified else norm)
+    if not finite:
+        optimizer.zero_grad(set_to_none=True)  # a hook's gradient, which the scaler did not see
+    elif limit and not size < limit - 1e-5:
+        torch.nn.utils.clip_grads_with_norm_(params, limit, norm, foreach=True)
 
     # the scaler must see an overflow to lower its scale
     if finite or run.accelerator.scaler is not None:

@@ -14,6 +14,7 @@ from gradient_control import (
     GradientControlConfig,
     adjust_gradient_scale,
 )
+from silentbad.control.spectral import SpectralAdamW
 from silentbad.errors import UserError
 from silentbad.model.groups import OTHER
 from tests.tiny import tiny_unet
@@ -252,6 +253,14 @@ def test_adafactor_with_relative_step_is_refused_by_name():
     with pytest.raises(UserError, match="Adafactor with relative_step"):
         control.attach(Adafactor(control.param_groups(), relative_step=True))
     control.attach(Adafactor(control.param_groups(), lr=1e-3, relative_step=False, scale_parameter=False))
+
+
+def test_an_optimizer_without_spectral_updates_is_refused_where_they_are_asked_for():
+    """AdamW takes the mark of their groups and does nothing with it."""
+    control = Controller(Toy(), GradientControlConfig(spectral=True))
+    with pytest.raises(UserError, match="AdamW makes no spectral updates"):
+        control.attach(torch.optim.AdamW(control.param_groups()))
+    control.attach(SpectralAdamW(control.param_groups(), lr=1e-3))
 
 
 def test_wrong_wiring_is_refused():

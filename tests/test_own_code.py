@@ -208,6 +208,24 @@ def test_a_hook_chooses_the_noise_level_and_modifies_gradients(build, tmp_path):
     assert moved.norm().item() == pytest.approx(1.0, rel=1e-3)  # the clip has seen the gradients as they are now
 
 
+def test_an_update_whose_gradient_a_hook_makes_nan_is_skipped(build, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        HOOK + "    modifies_gradients = True\n"
+        "    def __init__(self, context): self.params = context.params\n"
+        "    def before_step(self, step, finite=None, norms=None): self.params[0].grad.mul_(float('nan'))\n"
+    )
+    run = build(hooks=f"{tmp_path}/mine.py:Mine")
+    before = {name: weight.clone() for name, weight in weights(run).items()}
+    step_once(run)
+    assert same(weights(run), before) and run.state.step == 0
+
+
+def test_a_dry_run_takes_an_embedder_of_ones_own(flags, tmp_path):
+    (tmp_path / "mine.py").write_text(PARTS)
+    targets = {"validation.targets": tmp_path / "data/targets.jsonl", "validation.embedder": f"{tmp_path}/mine.py:Grey"}
+    assert main(flags(dry_run=True, **targets)) == 0
+
+
 def test_a_placebo_shuffles_a_rule_of_ones_own():
     place = f"{MINE}:quieter"
     rules = check_config(GradientControlConfig(name="placebo", options={"of": place}))

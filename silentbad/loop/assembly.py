@@ -369,7 +369,7 @@ def make_checkpoints(
     inputs = loaded.inputs
     config = loaded.config
     embedder = None if recovery is None else recovery.embedder
-    if recovery is None and inputs.targets and config.resume_from_checkpoint:  # a dry run
+    if recovery is None and inputs.targets:  # a dry run
         embedder = embedder_of_targets(config.validation, inputs.targets, loaded.accelerator.device)
     facts = identity.facts(
         config,

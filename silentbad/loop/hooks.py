@@ -98,7 +98,8 @@ class Hook:
         self, step: int, epoch: float, unet: Any, ema: Any = None, final: bool = False
     ) -> dict[str, Any]:
         """Measure the weights of `unet`, and of their average where there is one; returns scalars
-        for the log. Leaves weights, modes and random streams as they are."""
+        for the log. Leaves weights, modes and random streams as they are. Training gives the
+        denoiser; `silentbad.model.denoiser.backbone_in` finds the UNet or transformer in it."""
         return {}
 
     def meters(self) -> dict[str, Any]:

@@ -97,10 +97,3 @@ def gradient_norms(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     zero = torch.zeros((), device=parameters[0].device)
     gradients = [zero if p.grad is None else p.grad for p in parameters]
     return gather(torch.stack(torch._foreach_norm(gradients)))
-
-
-def clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor | None) -> None:
-    """Scale the gradients down to `limit`, where their norm lies above."""
-    if norm is None:
-        norm = torch.linalg.vector_norm(gradient_norms(parameters))
-    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=True)

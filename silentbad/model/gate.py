@@ -199,7 +199,7 @@ NO_SAFETENSORS = r"file named \S*safetensors|necessary .safetensors. weights"
 def why_no_weights(folder: Path) -> str:
     """Why no safetensors weights of a folder were loaded."""
     names = [file.name.split(".") for file in folder.glob("[!.]*.safetensors")]
-    variants = [parts[1] for parts in names if len(parts) == 3 and "-of-" not in parts[1]]
+    variants = [parts[1].split("-")[0] for parts in names if len(parts) == 3]  # or of a shard
     if variants:
         return f"its weights are of variant {variants[0]}; give variant {variants[0]}"
     return (

@@ -138,6 +138,7 @@ LEAVE = "leave one of them out"
 DDP = "use configs/accelerate/ddp.yaml"  # the advice where FSDP cannot have a setting
 OF_ONE_SIZE = f"is for pictures of one size, which buckets are not; {LEAVE}"
 NOT_ADAMW = f"is for optimizer AdamW, not for {{b}} {{b_value}}; {LEAVE}"
+NO_SOURCE = f"adds a loss whose gradient is of no one source; {LEAVE}"
 UNMEASURED = "{a_value} needs memory.phrase_memory.enabled=true"
 SECOND_MODEL = f"keeps a second UNet beside the shards, whole; turn it off, or {DDP}"
 NOT_REDUCED = f"takes gradients apart before FSDP has reduced them; turn it off, or {DDP}"
@@ -188,6 +189,10 @@ INCOMPATIBLE: dict[str, dict[str, str]] = {
         "dream_training": "works with epsilon prediction only; prediction_type is {b_value}"
     },
     "input_perturbation": {"dream_training": "excludes input_perturbation; set one of them"},
+    "gradient_control.conflict": {
+        "memory.retention.name": NO_SOURCE,
+        "memory.distillation.name": NO_SOURCE,
+    },
     # memory
     "memory.phrase_memory.enabled=false": {
         "memory.sampler.name=weakest_first": UNMEASURED,
