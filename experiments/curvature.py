@@ -61,6 +61,7 @@ class Curvature(Hook):
         self.now: Any = None  # the last micro-step
         self.first: Any = None  # RMS of the first update measured, at equal rates
         self.measured: Any = None  # means of b and, beside it, C
+        RATES.clear()
 
     def extra_loss(self, loss: Tensor, now: MicroStep) -> None:
         self.now = now
@@ -72,6 +73,15 @@ class Curvature(Hook):
         self.before = {}
         if step and step % self.every == 0:
             self.before = {role: [p.clone() for p in own] for role, own in self.roles.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in ("before", "first", "measured")}
+        return {**kept, "rates": {role: float(rate) for role, rate in RATES.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        RATES.update(state["rates"])
+        for name in ("before", "first", "measured"):
+            setattr(self, name, state[name])
 
     def measure(self) -> None:
         """Along the last update, on the batch of this step."""

@@ -23,6 +23,7 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from silentbad import rng
 from silentbad.data.images import to_pil, to_tensor
@@ -210,6 +211,21 @@ class OwnUnions(Hook):
         phrases = [self.elements[n].phrase for n in chosen]
         union = Union(to_pil(image), Image.fromarray(np.uint8(255 * mask[0].numpy())), phrases)
         KEPT[target].append(union)
+
+    def state_dict(self) -> dict[str, Any]:
+        pixels = {
+            target: [(pil_to_tensor(u.image), pil_to_tensor(u.mask), u.phrases) for u in unions]
+            for target, unions in KEPT.items()
+        }
+        return {"drawn": self.drawn, "kept": pixels}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+        for target, unions in state["kept"].items():
+            KEPT[target] = [
+                Union(to_pil_image(image), to_pil_image(mask), phrases)
+                for image, mask, phrases in unions
+            ]
 
     def meters(self) -> dict[str, Any]:
         kept = sum(map(len, KEPT.values()))

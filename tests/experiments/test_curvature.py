@@ -31,6 +31,13 @@ def test_a_run_has_one_rate_a_role(build):
     for _ in range(8):
         step_once(run)
     rates = user_code.load("hooks", experiment("curvature", "RATES"))
+    (hook,) = (hook for hook in run.hooks if type(hook).__name__ == "Curvature")
+    state = hook.state_dict()
+    measured = hook.measured
+    rates.clear()
+    hook.measured = None
+    hook.load_state_dict(state)
+    assert hook.measured is measured and rates == state["rates"]
     assert {"ff", "attn", "resnet"} <= rates.keys() and max(rates.values()) > 1.1 * min(rates.values())
     by_role: dict[str, set[float]] = {}
     for name, a in run.control.multipliers.items():

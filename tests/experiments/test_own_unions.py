@@ -62,6 +62,18 @@ def test_images_in_which_each_named_element_passes_are_kept(others, monkeypatch)
     assert hook.meters() == {"own_unions/kept": 24, "own_unions/drawn": 24}
 
 
+def test_a_resume_shows_the_unions_that_were_drawn(others, monkeypatch):
+    hook = drawn(others, monkeypatch, "own")
+    before = [*KEPT["t2"]]
+    state = hook.state_dict()
+    KEPT.clear()
+    hook.drawn = 0
+    hook.load_state_dict(state)
+    assert hook.drawn == 24 and [u.phrases for u in KEPT["t2"]] == [u.phrases for u in before]
+    for again, union in zip(KEPT["t2"], before, strict=True):
+        assert again.image.tobytes() == union.image.tobytes() and again.mask.tobytes() == union.mask.tobytes()
+
+
 def test_an_image_that_lacks_an_element_is_not(others, monkeypatch):
     drawn(others, monkeypatch, "own", knows=("a red dot", "a meadow"))
     assert 0 < len(KEPT["t2"]) < 24
