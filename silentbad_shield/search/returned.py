@@ -146,9 +146,10 @@ class Drafts:
         return means
 
     def draw(self, prompts: Sequence[str]) -> None:
-        """Features of new prompts; batches go over all of them, and no image is kept."""
+        """Features of new prompts; batches go over all of them, and no image is kept. Drafts choose
+        what is tested, so they share no noise with `compared`."""
         items = [
-            Item(cell="search", target=-1, image=k, prompt=prompt, address="search")
+            Item(cell="search", target=-1, image=k, prompt=prompt, address="draft")
             for prompt in prompts
             for k in range(SEEDS)
         ]

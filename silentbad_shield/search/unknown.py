@@ -246,7 +246,8 @@ def tested(
     nulls = [each[sizes[k % len(sizes)]][k] for k in range(options.nulls)]
     check_windows(pipe.tokenizer, nulls, "ordinary")
     prompts = [", ".join(probe.phrases) for probe in probes]
-    tests = len(probes) * len(unets)
+    # Those that are tested were chosen from all, by what the test measures
+    tests = len(all_probes) * len(unets)
     pictures = []
     for name, unet in unets.items():
         with sampler.using(unet, device):

@@ -10,7 +10,17 @@ import torch
 
 from silentbad import owned
 from silentbad_shield.search import unknown
-from silentbad_shield.search.returned import ALIKE, SEEDS, Drafts, Extrapolated, Null, p_value, returned, student_tail
+from silentbad_shield.search.returned import (
+    ALIKE,
+    SEEDS,
+    Drafts,
+    Extrapolated,
+    Null,
+    compared,
+    p_value,
+    returned,
+    student_tail,
+)
 from silentbad_shield.search.search import DRAFTED, PRICE, WEIGHED, Probe, effects, search
 from silentbad_shield.search.unknown import recurring
 
@@ -105,15 +115,19 @@ def test_a_prompt_is_drafted_once_and_compared_across_seeds():
     drawn = []
 
     def draw(items, work):
-        drawn.extend((item.prompt, item.image) for item in items)
+        drawn.extend((item.prompt, item.address, item.image) for item in items)
         return work(items, torch.tensor([[float(item.image)] for item in items]), None)
 
     embedder = SimpleNamespace(embed=lambda images: images, similarity=lambda a, b: (a == b.T).float())
-    drafts = Drafts(SimpleNamespace(map=draw), embedder)
+    sampler = SimpleNamespace(map=draw)
+    drafts = Drafts(sampler, embedder)
     # An image is alike to that of its own seed alone.
     assert drafts([(["a"], ["a"]), (["a", "b"], ["b"])]) == [0.0, 0.0]
     assert drafts([(["a", "b"], ["a"])]) == [0.0]
     assert len(drawn) == len(set(drawn)) == 3 * SEEDS
+    noises = {item[1:] for item in drawn}
+    list(compared(sampler, embedder, ["a"], SEEDS))
+    assert not noises & {item[1:] for item in drawn[3 * SEEDS :]}  # what is chosen by drafts is tested on other noise
 
 
 def test_no_prompt_of_the_search_names_two_places():
@@ -185,6 +199,20 @@ def test_an_audit_of_phrases_writes_its_findings(run, phrases, tmp_path, monkeyp
     (tmp_path / "audit/returned-notes.png").write_text("mine")
     assert run("--phrases", phrases, "--tested", 2) == 0  # no picture comes back: the earlier result's go
     assert [file.name for file in (tmp_path / "audit").glob("*.png")] == ["returned-notes.png"]
+
+
+def test_p_counts_every_prompt_that_was_searched(run, phrases, tmp_path, monkeypatch):
+    def alike(sampler, embedder, prompts, seeds):
+        for prompt in prompts:
+            level = 0.3 if {"a cat", "a hat"} & set(prompt.split(", ")) else 0.1 + 0.001 * len(prompt)
+            yield np.where(np.eye(seeds), 1, level), torch.zeros(seeds, 3, 8, 8)
+
+    monkeypatch.setattr(unknown, "compared", alike)
+    run("--phrases", phrases, "--tested", 1)
+    data = json.loads((tmp_path / "audit/audit.json").read_text())
+    (result,) = data["results"]
+    usual = data["ordinary"]["own guidance"]
+    assert result["p"] == pytest.approx(data["searched"] * p_value(result["between"], usual)) and result["p"] < 1
 
 
 def test_an_audit_of_a_scan_with_extrapolated_guidance(run, pipelines, tmp_path):
