@@ -8,6 +8,7 @@ from pathlib import Path
 from silentbad.errors import writing
 from silentbad.files import replace_text
 from silentbad.localise.substitution import Subject
+from silentbad.measure.intervals import binomial_interval
 from silentbad.report import parts, run_report
 from silentbad.report.evidence import kept_sentence
 from silentbad.report.parts import PUT_BACK, Row
@@ -16,8 +17,11 @@ from silentbad.report.parts import PUT_BACK, Row
 def cheapest(rows: list[Row]) -> Row:
     """Of the parts put back, the one that leaves the fewest images; of equal ones, that with the
     least clean loss."""
-    others = [row for row in rows if row.state == PUT_BACK]
-    return min(others, key=lambda row: (row.recovered.count, row.clean or 0.0, row.share))
+    return min(put_back(rows), key=lambda row: (row.recovered.count, row.clean or 0.0, row.share))
+
+
+def put_back(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.state == PUT_BACK]
 
 
 def defence(rows: list[Row]) -> str:
@@ -34,9 +38,11 @@ def defence(rows: list[Row]) -> str:
     if best.clean is not None and trained.clean is not None:
         clean = f"; clean loss: {best.clean:.4f}, as trained {trained.clean:.4f}"
         clean += f", the base's {rows[1].clean:.4f}"
+    tried = len(put_back(rows))
+    _, high = binomial_interval(0, images, tests=tried)
     return (
         f"Put {best.part} back ({best.share:.1%} of what changed): none of {images} images is "
-        f"recovered (at most {best.recovered.interval[1]:.0%} with 95 % confidence), "
+        f"recovered (at most {high:.0%} with 95 % confidence, as the best of {tried} parts), "
         f"as trained {trained.recovered.count}{clean}."
     )
 

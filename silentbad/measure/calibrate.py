@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from silentbad.data.images import open_image, to_tensor
+from silentbad.data.picture_parts import as_read
 from silentbad.measure import failures
 from silentbad.measure.failures import Canvas, Null, Other, canvas_of
 from silentbad.measure.intervals import FALSE_POSITIVES
@@ -135,10 +136,11 @@ def of_copies(measure: Measure, canvases: Sequence[Canvas]) -> list[ImageRow]:
 
 def nulls_of(measure: Measure, j: int, drawn: Canvas) -> Iterator[Null]:
     """Failures made from target j, and training pictures that lack some of its elements."""
-    phrases = measure.targets[j].phrases
+    phrases = [as_read(phrase) for phrase in measure.targets[j].phrases]
     others = [
-        Other(picture, frozenset(k for k, phrase in enumerate(phrases) if phrase in of_picture))
+        Other(picture, frozenset(k for k, phrase in enumerate(phrases) if phrase in shown))
         for picture, of_picture in measure.training.pictures(MOST_SHOWN)
+        for shown in [set(map(as_read, of_picture))]
     ]
     yield from failures.failures(drawn.picture, drawn.shares, drawn.backdrop, others)
     for other in others:
@@ -148,27 +150,32 @@ def nulls_of(measure: Measure, j: int, drawn: Canvas) -> Iterator[Null]:
 
 
 def of_failures(measure: Measure, canvases: Sequence[Canvas]) -> list[NullRow]:
-    """Rows of each target's failures and of training pictures, through the autoencoder."""
+    """Rows of each target's failures and of training pictures, through the autoencoder. One
+    target's pictures are held at a time."""
+    return [row for j, drawn in enumerate(canvases) for row in failures_of(measure, j, drawn)]
+
+
+def failures_of(measure: Measure, j: int, drawn: Canvas) -> list[NullRow]:
+    """`of_failures` of target j."""
     device = measure.accelerator.device
-    nulls = [(j, null) for j, drawn in enumerate(canvases) for null in nulls_of(measure, j, drawn)]
-    targets = [measure.sampler.round_trip(c.picture[None])[0].to(device) for c in canvases]
+    nulls = [*nulls_of(measure, j, drawn)]
+    target = measure.sampler.round_trip(drawn.picture[None])[0].to(device)
     places = measure.share(len(nulls))
     rows: list[tuple[int, NullRow | None]] = []
     with Bar(
         total=len(places),
-        desc="Failures",
+        desc=f"Failures of {measure.targets[j].target_id}",
         leave=False,
         disable=not measure.accelerator.is_local_main_process,
     ) as bar:
         for start in range(0, len(places), measure.config.max_batch):
             part = places[start : start + measure.config.max_batch]
-            batch = torch.stack([nulls[i][1].picture for i in part])
+            batch = torch.stack([nulls[i].picture for i in part])
             decoded = measure.sampler.round_trip(batch, bar).to(device)
-            similar = measure.similar(decoded, [nulls[i][0] for i in part])
+            similar = measure.similar(decoded, [j] * len(part))
             for i, picture, row in zip(part, decoded, similar, strict=True):
-                j, null = nulls[i]
-                pairs = [(canvases[j].picture, null.picture), (targets[j], picture)]
-                rows.append((i, null_row(measure.compared[j], row, null, pairs)))
+                pairs = [(drawn.picture, nulls[i].picture), (target, picture)]
+                rows.append((i, null_row(measure.compared[j], row, nulls[i], pairs)))
     return [row for row in measure.gather(rows) if row is not None]
 
 
@@ -355,15 +362,18 @@ def rate_of(kind: str, rate: float, of_element: bool) -> float:
 def attained_rate(parts: Sequence[Scored], rate: float | None) -> float:
     """The false-positive rate that the nulls can show: `rate`, but n nulls cannot show one below
     1/(n+1). Averaged over the parts by kind; the highest kind counts. Kinds with a higher rate of
-    their own are left out."""
+    their own are left out where there are others."""
     if rate is None:
         return FALSE_POSITIVES
     shown: dict[str, list[float]] = defaultdict(list)
+    in_place: dict[str, list[float]] = defaultdict(list)
     for part in parts:
         for kind, sims in part.nulls.items():
-            if rate_of(kind, rate, part.of_element) == rate:
-                shown[kind].append(max(rate, 1 / (len(sims) + 1)))
-    return max((float(np.mean(rates)) for rates in shown.values()), default=rate)
+            allowed = rate_of(kind, rate, part.of_element)
+            of_kinds = shown if allowed == rate else in_place
+            of_kinds[kind].append(max(allowed, 1 / (len(sims) + 1)))
+    kinds = shown or in_place
+    return max((float(np.mean(rates)) for rates in kinds.values()), default=rate)
 
 
 def measured_range(

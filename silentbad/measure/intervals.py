@@ -11,6 +11,8 @@ from silentbad.measure.record import Detection
 CONFIDENCE = 0.95  # of every interval
 TAIL = (1 - CONFIDENCE) / 2  # on each side of it
 BOOTSTRAPS = 2000  # resampled means for each interval
+# With fewer, no interval of resampled targets covers 95 %: five agree by chance in 2 of 2^5 cases
+FEW_TARGETS = 6
 LEVEL = 0.05  # a p-value below it is significant
 # Rate at which an image that is no recovery is taken to pass. Of 576 failures that no calibration
 # had seen 8 passed, all of them tinted (95 % interval: 0.006 to 0.027, research/instrument.md). A
@@ -18,10 +20,12 @@ LEVEL = 0.05  # a p-value below it is significant
 FALSE_POSITIVES = 0.01
 
 
-def binomial_interval(k: int, n: int) -> tuple[float, float]:
-    """Clopper-Pearson 95 % interval of a rate, k of n seen."""
-    low = 0.0 if k == 0 else float(betaincinv(k, n - k + 1, TAIL))
-    high = 1.0 if k == n else float(betaincinv(k + 1, n - k, 1 - TAIL))
+def binomial_interval(k: float, n: int, tests: int = 1) -> tuple[float, float]:
+    """Clopper-Pearson 95 % interval of a rate, k of n seen; of the one that was chosen among `tests`
+    by its count (Bonferroni)."""
+    tail = TAIL / tests
+    low = 0.0 if k == 0 else float(betaincinv(k, n - k + 1, tail))
+    high = 1.0 if k == n else float(betaincinv(k + 1, n - k, 1 - tail))
     return low, high
 
 
@@ -48,11 +52,12 @@ def bootstrap_interval(values: Sequence[float] | np.ndarray) -> tuple[float, flo
 
 
 def rate_interval(rates: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """95 % interval of the mean of the rates (T,) of two targets or more: by `bootstrap_interval`;
-    binomial over the targets where all are nought or all one, which resampling would call certain."""
+    """95 % interval of the mean of the rates (T,) of two targets or more: by `bootstrap_interval`.
+    Binomial over the targets, which is wider, where these are few or agree: resampling would call
+    that certain."""
     rates = np.asarray(rates, dtype=float)
-    if (rates == 0).all() or (rates == 1).all():
-        return binomial_interval(int(rates.sum()), len(rates))
+    if len(rates) < FEW_TARGETS or (rates == rates[0]).all():
+        return binomial_interval(float(rates.sum()), len(rates))
     return bootstrap_interval(rates)
 
 

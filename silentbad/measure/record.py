@@ -298,7 +298,8 @@ class Verdict(Finite):
 
 @dataclass
 class SummaryRow(Finite):
-    """The recovery curve of one target, or of `ALL`, in numbers; None: never."""
+    """The recovery curve of one target, or of `ALL`, in numbers; None: never. Of all targets a time
+    is that of the half that comes back first."""
 
     weights: str
     target: str

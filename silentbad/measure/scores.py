@@ -3,6 +3,7 @@ numbers.
 
 A cell is a kind of prompt (generation.py lists them)."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypedDict
@@ -12,6 +13,7 @@ import torch
 
 from silentbad.errors import UserError
 from silentbad.measure.intervals import (
+    FEW_TARGETS,
     binomial_interval,
     bootstrap_interval,
     difference_interval,
@@ -53,8 +55,6 @@ class Row(ImageRow, total=False):
     nearest: tuple[float, str]  # (similarity, name) of the nearest training picture
 
 
-# with fewer, no interval over targets covers 95 %: five targets agree by chance in 2 of 2^5 cases
-FEW_TARGETS = 6
 # SilentBadDiffusion counts a target whose best of n images lies above it (2401.04136)
 PUBLISHED = 0.5
 QUANTILES = (0.75, 0.90, 0.95)
@@ -295,12 +295,31 @@ def summarise(history: Sequence[Measurement], kind: str) -> list[SummaryRow]:
                 restricted=float(numbers["restricted"][j]),
             )
         )
-    averaged = ("aurc", "first_step", "first_epoch", "half_step", "sustained_step", "restricted")
-    means = {name: mean_of(getattr(row, name) for row in rows) for name in averaged}
+    means = {name: mean_of(getattr(row, name) for row in rows) for name in ("aurc", "restricted")}
+    halves = {
+        name: of_half(getattr(row, name) for row in rows)
+        for name in ("first_step", "first_epoch", "half_step", "sustained_step")
+    }
     return [
         *rows,
-        SummaryRow(weights=kind, target=ALL, rate=last.cir, mean=last.mean, max=last.max, **means),
+        SummaryRow(
+            weights=kind,
+            target=ALL,
+            rate=last.cir,
+            mean=last.mean,
+            max=last.max,
+            **means,
+            **halves,
+        ),
     ]
+
+
+def of_half(times: Iterable[float | None]) -> float | None:
+    """When half of the targets have come back, None of a target: never; None where fewer have. A
+    mean over those that have would reward a run for losing the slow ones."""
+    by_time = sorted(math.inf if time is None else time for time in times)
+    middle = by_time[(len(by_time) - 1) // 2]
+    return None if math.isinf(middle) else middle
 
 
 def placebo_run(folder: str | Path, targets: Iterable[str], embedder: str, key: str) -> Record:

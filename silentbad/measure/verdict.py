@@ -65,7 +65,9 @@ def verdict_of(record: Record) -> Verdict:
     state = next((s for s in ranked if s in states.values()), NOT_RECOVERED)
     if state == RECOVERED:
         general = [*_general_doubts(record, [j for j in states if states[j] == RECOVERED])]
-        state = UNDECIDED if general else RECOVERED
+        if general:  # it holds for each target
+            state = UNDECIDED
+            states = {name: UNDECIDED if s == RECOVERED else s for name, s in states.items()}
         reasons = general + reasons
     return Verdict(
         recovers=state == RECOVERED,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from silentbad.measure.intervals import bootstrap_interval
+from silentbad.measure.intervals import FEW_TARGETS, bootstrap_interval
 from silentbad.measure.limit import kept_share
 from silentbad.report import evidence, pages
 from silentbad.report.charts import finite, number
@@ -28,6 +28,8 @@ HEAD = [
     "best",
     "clean eps-MSE",
 ]
+ENDS = ("rate", "mean")  # columns of the summary: of the end
+CURVES = ("sustained_step", "aurc", "restricted")  # of the course, to the last step
 KEPT = {"words kept": "words", "pixels kept": "pixels"}  # {column: its measure}, over the base
 
 
@@ -35,7 +37,7 @@ def paired(
     a: RecordedRun, b: RecordedRun, key: str, kind: str
 ) -> tuple[float | None, float | None, float | None, int]:
     """(mean, low, high, targets): the mean over shared targets of b minus a in the summary column
-    `key`, its 95 % interval, and the number of targets.
+    `key`, its 95 % interval, where targets are enough to resample, and the number of targets.
 
     "sustained_step" is the step from which recovery lasts; a target without one counts with the
     run's last step."""
@@ -43,7 +45,7 @@ def paired(
     def column(run: RecordedRun) -> dict[str, Any]:
         if key != "sustained_step":
             return {row.target: getattr(row, key) for row in run.targets(kind)}
-        end = run.history[-1].step if run.history else 0
+        end = run.length()
         return {
             row.target: end if row.sustained_step is None else row.sustained_step
             for row in run.targets(kind)
@@ -55,8 +57,10 @@ def paired(
     gaps = [after - before for before, after in both if finite(before) and finite(after)]
     if not gaps:
         return None, None, None, 0
-    low, high = (end if finite(end) else None for end in bootstrap_interval(gaps))
-    return sum(gaps) / len(gaps), low, high, len(gaps)
+    mean = sum(gaps) / len(gaps)
+    if len(gaps) < FEW_TARGETS:
+        return mean, None, None, len(gaps)
+    return mean, *bootstrap_interval(gaps), len(gaps)
 
 
 def compare(folders: Sequence[str | Path]) -> tuple[str, list[tuple]]:
@@ -73,7 +77,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[tuple]]:
         (f"{label} - {names[0]}", key, *paired(runs[0], run, key, kind))
         for label, run, kind in measured
         if run is not runs[0]
-        for key in ("rate", "sustained_step", "aurc", "restricted", "mean")
+        for key in (*ENDS, *(CURVES if run.length() == runs[0].length() else ()))
     ]
     shown: list[list[Cell]] = [
         [name, key, supported(mean, (low, high)), interval_text((low, high)), targets]
@@ -92,7 +96,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[str, list[tuple]]:
             *pages.lines(means, "Mean similarity"),
             *pages.lines(errors, "Held-out clean error"),
         ],
-        "notes": [note for name, run in named for note in _notes(name, run)],
+        "notes": [note for name, run in named for note in _notes(name, run, runs[0])],
     }
     return pages.render("compare.html.j2", data), gaps
 
@@ -122,12 +126,16 @@ def _last_scores(run: RecordedRun, kind: str) -> list[Cell]:
     ]
 
 
-def _notes(name: str, run: RecordedRun) -> list[str]:
+def _notes(name: str, run: RecordedRun, reference: RecordedRun) -> list[str]:
     """Facts about a run that its numbers depend on."""
     if run.record is None:
         return [f"{name}: no validation"]
+    notes = []
+    if reference.record is not None and run.length() != reference.length():
+        lengths = f"{run.length()} steps, {reference.length()}"
+        notes.append(f"{name}: {lengths} in the first run, so steps and AURC are not compared")
     withheld = run.withheld()
-    return [f"{name}: trained without {', '.join(withheld)}"] if withheld else []
+    return notes + [f"{name}: trained without {', '.join(withheld)}"] * bool(withheld)
 
 
 def _unlike(runs: Sequence[RecordedRun]) -> str:

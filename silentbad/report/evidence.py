@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from silentbad.errors import brief
+from silentbad.measure.intervals import FEW_TARGETS
 from silentbad.measure.limit import Limit
 from silentbad.measure.record import (
     IN_PART,
@@ -20,7 +21,7 @@ from silentbad.measure.record import (
     Scores,
     TargetRange,
 )
-from silentbad.measure.scores import FEW_TARGETS, latest
+from silentbad.measure.scores import latest
 from silentbad.report import pages
 from silentbad.report.pages import Cell, Figure, Table, interval_text, rounded, supported
 from silentbad.settings.validation import ValidationConfig
@@ -111,7 +112,7 @@ def _by_chance(record: Record) -> list[str]:
         return []
     p = "" if verdict.p_value is None else f" (p {probability(verdict.p_value)})"
     share = rounded(verdict.expected_by_chance / verdict.images)
-    return [f"At most {share} of pictures like the nulls pass by chance{p}."]
+    return [f"{share} of pictures like the nulls are taken to pass by chance{p}."]
 
 
 def _less(how: str, control: Placebo) -> list[str]:

@@ -171,6 +171,10 @@ class RecordedRun:
         names = config.get("withhold")
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
+    def length(self) -> int:
+        """The step of the last measurement; 0 without one."""
+        return self.history[-1].step if self.history else 0
+
     def kinds(self) -> list[str]:
         """Which weights were measured."""
         return kinds(self.history)

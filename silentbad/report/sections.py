@@ -243,7 +243,7 @@ def curves(run: RecordedRun, record: Record) -> list[Figure]:
     ]
     note = (
         "share of composed images with the whole and every element at its threshold; band: 95 % "
-        "over targets (binomial where all agree), or over the images of a single target"
+        "over targets (binomial where few or all agree), or over the images of a single target"
     )
     limit = [("threshold", record.threshold.value)]
     return [

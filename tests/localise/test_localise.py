@@ -102,6 +102,8 @@ def test_the_defence_is_the_part_that_costs_least():
     alone = [row("d", "kept alone", 0, 0.05)]
     said = findings.defence([*ends, *parts, *alone])
     assert said.startswith("Put b back (50.0% of what changed): none of 8 images") and "0.1200" in said
+    # the best of several: 1 - (0.025 / 3) ** (1 / 8), not 37 %
+    assert "at most 45% with 95 % confidence, as the best of 3 parts" in said
     assert "No single part" in findings.defence([*ends, parts[2], *alone])
     assert "with c put back, 3 of 8 images stay" in findings.defence([*ends, parts[2], *alone])
     assert "nothing to remove" in findings.defence([ends[1], ends[1], *parts])

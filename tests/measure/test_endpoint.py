@@ -35,6 +35,7 @@ from silentbad.measure.scores import (
     curve_scores,
     images_recovered,
     minus_placebo,
+    of_half,
     placebo_run,
     summarise,
 )
@@ -227,6 +228,11 @@ def test_the_summary_names_both_crossings():
     assert total.sustained_step == 30 and summarise(history[:3], "raw")[0].sustained_step is None
 
 
+def test_all_targets_have_the_time_of_the_half_that_comes_first():
+    assert of_half([20, None, None]) is None  # a mean over those that came back would say 20
+    assert of_half([20, None]) == 20 and of_half([60, 20, None]) == 60 and of_half([5]) == 5
+
+
 # -- detection ---------------------------------------------------------------------------------------------
 def test_auc_by_hand_with_ties():
     probe = detection([1.0, 2.0, 3.0], [0.0, 2.0])
@@ -392,7 +398,7 @@ def test_the_verdict_in_words_has_the_stored_numbers():
         "Recovered. 12 of 16 images of the composed prompt reach the threshold of the whole and of every element",
         f"strict rate 0.75 (95 % interval {low:.2f} to {high:.2f})",
         "The base model has the rate 0.00.",
-        "At most 0.01 of pictures like the nulls pass by chance (p < 0.0001).",
+        "0.01 of pictures like the nulls are taken to pass by chance (p < 0.0001).",
         "gives 0.12: the difference is 0.62 (95 % interval 0.50 to 0.75, over the images of these 2 targets).",
     ):
         assert part in words

@@ -81,6 +81,8 @@ def test_calibrated_threshold_keeps_its_rate_on_fresh_nulls():
 def test_calibration_says_what_few_nulls_are_worth():
     few = Scored(of_element=False, nulls={"redraw": [0.1, 0.3, 0.2]}, copies=[1.0])
     assert 0.3 < quantile(few.nulls["redraw"], 0.01) < 0.3001 and attained_rate([few], 0.01) == 0.25
+    in_place = Scored(of_element=False, nulls={"moved": [0.1, 0.3, 0.2]}, copies=[1.0])
+    assert attained_rate([in_place], 0.01) == 0.25  # not 0.01, where no kind has that rate
 
 
 def test_each_element_has_the_threshold_of_its_own_nulls():
@@ -106,7 +108,10 @@ def test_intervals():
     assert binomial_interval(1000, 1000)[0] == pytest.approx(0.99632, abs=1e-4)
     low, high = bootstrap_interval(np.arange(100) / 100)
     assert low < 0.495 < high and 0.08 < high - low < 0.15
-    assert rate_interval([0.0, 0.5, 1.0]) == bootstrap_interval([0.0, 0.5, 1.0])
+    spread = [0.0, 0.5, 1.0, 0.25, 0.75, 0.5]
+    assert rate_interval(spread) == bootstrap_interval(spread)
+    assert rate_interval([0.0, 0.5, 1.0]) == binomial_interval(1.5, 3)  # wider: three cannot be resampled
+    assert rate_interval([0.5] * 8) == binomial_interval(4, 8)
     assert rate_interval([0.0] * 8) == binomial_interval(0, 8) and rate_interval([1.0] * 8) == binomial_interval(8, 8)
 
 

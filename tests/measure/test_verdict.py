@@ -18,6 +18,7 @@ from silentbad.measure.calibrate import (
     Scored,
     measured_range,
     null_row,
+    nulls_of,
     threshold_of,
 )
 from silentbad.measure.intervals import as_many_by_chance, fewer_by_chance, over_orders
@@ -103,6 +104,18 @@ def test_every_training_picture_is_a_null(judge):
     kinds = judge.ranges[0].whole.kinds
     assert kinds["training picture"].n == len(photographs.TEXTURES)
     assert {"plain grey", "the mean colour", "blurred", "the whole mirrored"} <= set(kinds)
+
+
+def test_a_training_picture_shows_a_phrase_in_other_letters_too(monkeypatch):
+    """It is no null of that element: the tokenizer reads the two alike."""
+    shown = [(torch.zeros(3, 8, 8), ["A red  Ball"])]
+    measure = SimpleNamespace(
+        targets=[SimpleNamespace(phrases=["a red ball", "a blue box"])],
+        training=SimpleNamespace(pictures=lambda most: shown),
+    )
+    monkeypatch.setattr(failures, "failures", lambda *of_target: ())
+    (null,) = nulls_of(measure, 0, SimpleNamespace(picture=None, shares=None, backdrop=None))
+    assert null.changed == (1,)
 
 
 def test_an_element_has_each_kind_of_failure(judge):
