@@ -56,7 +56,7 @@ SAID = {"quarter": "a quarter", None: "bundled", RESCALED: "bundled, rescaled", 
 TARGETS = "100;101;102;103"
 HEAD = (
     *("weights", "unit", "lr x", "targets", "recovered", "strict rate", "median step"),
-    *("steps, over the bundled base's", "clean error rises by"),
+    *("steps over the bundled base's, where both recover", "clean error rises by"),
 )
 
 

@@ -395,7 +395,8 @@ def need(read: Read) -> str:
     flags = flags_of(block.arm, block.file)
     facts = [facts_of(target, block.runs[0], flags, steps) for target in phrases_of(block.runs[0])]
     n = sum(map(len, facts))
-    rows = [row for row in read(block.file) if (row["targets"], row["step"]) == (block.runs[0], steps)]
+    of_runs = (block.runs[0], steps, block.arm)
+    rows = [row for row in read(block.file) if (row["targets"], row["step"], row["arm"]) == of_runs]
     equal = {row["target"]: row["rate"] for row in rows if row["flags"] is None}
     lines = []
     for name, whose in SHARES.items():

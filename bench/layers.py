@@ -27,11 +27,11 @@ from bench.published_table import (
     block_of,
     by_arm,
     interval,
-    is_bound,
     markdown,
     mean_of,
     mean_rate,
     ratio,
+    said_sooner,
     seconds_sooner,
     sign_flips,
     times_sooner,
@@ -218,9 +218,9 @@ def sooner(rows: list[dict], figures: dict) -> str:
             lines.append([*cells, "1", "1", "1", ""])
             continue
         logs = times_sooner(base, of_arm, PUBLISHED_AT[HELD][1])
-        never = is_bound(base, of_arm)
         seconds = seconds_sooner(logs, base, of_arm, cost)
-        lines.append([*cells, ratio(logs, never), f"{cost:.2f}", ratio(seconds, never), f"{sign_flips(seconds):.3f}"])
+        in_steps, in_seconds = (said_sooner(of, base, of_arm) for of in (logs, seconds))
+        lines.append([*cells, in_steps, f"{cost:.2f}", in_seconds, f"{sign_flips(seconds):.3f}"])
     return markdown(SOONER, lines)
 
 

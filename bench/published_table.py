@@ -2,7 +2,7 @@
 
 The unit is the target, its seeds inside. A recovery lies between two evaluations: the earlier one counts for `plain`,
 the later one for the others. A run that never recovers counts as recovering at the last step of `plain`'s runs, so that
-a speed-up over an arm that never recovered is a lower bound, and two arms that never do are equal.
+a speed-up of an arm that always recovers, over one that does not, is a lower bound, and two that never do are equal.
 """
 
 from collections import defaultdict
@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.arms import PUBLISHED_AT, said
 from bench.recovery_table import grid
-from silentbad.measure.intervals import binomial_interval, bootstrap_interval, rate_interval
+from silentbad.measure.intervals import FEW_TARGETS, binomial_interval, bootstrap_interval, rate_interval
 
 BATCH = 16  # pictures a step
 CLEAN = 720  # clean pictures, if nothing is said
@@ -130,9 +130,15 @@ def seconds_sooner(logs: np.ndarray, plain: Runs, other: Runs, cost: float) -> n
     return np.where(back, logs - np.log(cost), 0.0)
 
 
+def recoveries(runs: Runs, among: Runs) -> list[bool]:
+    """Which runs recover, of the targets that are in `among` too."""
+    return [run["strict"] is not None for target in runs if target in among for run in runs[target]]
+
+
 def is_bound(plain: Runs, other: Runs) -> bool:
-    """Whether `times_sooner` is a lower bound: plain never recovered in some run."""
-    return any(run["strict"] is None for target in plain if target in other for run in plain[target])
+    """Whether `times_sooner` is a lower bound: plain never recovered in some run, the arm did in all. One that did not
+    is given plain's last step, which is too early."""
+    return not all(recoveries(plain, other)) and all(recoveries(other, plain))
 
 
 def sign_flips(x: np.ndarray, draws: int = 20000) -> float:
@@ -156,21 +162,25 @@ def mean_of(runs: Runs, key: str, targets: Sequence[str]) -> np.ndarray:
 
 
 def interval(values: Sequence[float], form: str = ".2f", of: Callable = bootstrap_interval) -> str:
-    """Mean and 95 % interval over targets; of one target there is none."""
-    if len(values) == 1:
-        return f"{values[0]:{form}}"
+    """Mean and 95 % interval over targets; of too few to resample there is none, of one never."""
+    if len(values) < (FEW_TARGETS if of is bootstrap_interval else 2):
+        return f"{np.mean(values):{form}}"
     low, high = of(np.array(values))
     return f"{np.mean(values):{form}} [{low:{form}}, {high:{form}}]"
 
 
-mean_rate = partial(interval, of=rate_interval)  # of rates: binomial where all are nought or all one
+mean_rate = partial(interval, of=rate_interval)  # of rates: binomial where few, or all agree
+
+
+def said_sooner(logs: np.ndarray, plain: Runs, other: Runs) -> str:
+    """`times_sooner` in words; an arm that recovers in no run that is compared has none."""
+    return ratio(logs, is_bound(plain, other)) if any(recoveries(other, plain)) else "-"
 
 
 def ratio(logs: np.ndarray, bound: bool, form: str = ".1f") -> str:
-    """Geometric mean of ratios from their logs, with its interval unless it is one; `bound`: plain never recovered in
-    some run."""
+    """Geometric mean of ratios from their logs, with its interval unless it is one; `bound`: it is a lower bound."""
     mean = f"{'>= ' if bound else ''}{np.exp(logs.mean()):{form}}"
-    if len(logs) < 2:
+    if len(logs) < FEW_TARGETS:
         return mean
     low, high = np.exp(bootstrap_interval(logs))
     return f"{mean} [{low:{form}}, {high:{form}}]"
@@ -209,10 +219,10 @@ def line(key: tuple[str, float, int], runs: Runs, plain: Runs, logs: np.ndarray 
     cells += [f"{min(run['s/step'] for seeds in runs.values() for run in seeds):.3f}"]
     if logs is None or len(logs) < 2:
         return [*cells, "", "", ""]
-    never = is_bound(plain, runs)
     least = [min(run["s/step"] for seeds in part.values() for run in seeds) for part in (plain, runs)]
-    in_seconds = seconds_sooner(logs, plain, runs, least[1] / least[0])
-    return [*cells, ratio(logs, never), "" if p is None else f"{p:.4f}", ratio(in_seconds, never)]
+    seconds = seconds_sooner(logs, plain, runs, least[1] / least[0])
+    in_steps, in_seconds = (said_sooner(of, plain, runs) for of in (logs, seconds))
+    return [*cells, in_steps, "" if p is None else f"{p:.4f}", in_seconds]
 
 
 def block_of(row: dict) -> int:

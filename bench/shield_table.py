@@ -7,7 +7,7 @@ import numpy as np
 
 from bench.published_table import interval, markdown, mean_rate
 from bench.recovery_table import grid
-from silentbad.measure.intervals import binomial_interval, detection
+from silentbad.measure.intervals import binomial_interval, detection, rate_interval
 
 
 def mean(values: list[float]) -> str:
@@ -18,6 +18,19 @@ def rate(k: int, n: int) -> str:
     """k of n with its interval."""
     low, high = binomial_interval(k, n)
     return f"{k} of {n} [{low:.2f}, {high:.2f}]"
+
+
+def rate_over_sets(counts: list[tuple[int, int]]) -> str:
+    """k of n from the (k, n) of data sets. What lies in one set is not independent, so the interval covers that over
+    the sets' rates, and that of independent ones too, since resampling sees few failures as fewer; of one set none."""
+    k, n = sum(k for k, _ in counts), sum(n for _, n in counts)
+    rates = [k / n for k, n in counts if n]
+    if n == len(rates):
+        return rate(k, n)  # one in each set
+    if len(rates) < 2:
+        return f"{k} of {n}"
+    low, high = zip(binomial_interval(k, n), rate_interval(rates), strict=True)
+    return f"{k} of {n} [{min(low):.2f}, {max(high):.2f}]"
 
 
 def ranges(numbers: list[int]) -> str:
@@ -69,7 +82,7 @@ def mean_of(rows: list[dict], *keys: str) -> list[str]:
 
 
 def pictures_found(rows: list[dict]) -> str:
-    return rate(sum(row["found"] for row in rows), sum(row["hidden"] for row in rows))
+    return rate_over_sets([(row["found"], row["hidden"]) for row in rows])
 
 
 def by_ratio(
@@ -93,9 +106,10 @@ def by_ratio(
 
 def of_composites(rows: list[dict]) -> list[str]:
     """How many elements of composites are reached, and what the rival finds."""
-    reached = [one for row in rows for one in row.get("composite", {}).get("reached", [])]
+    reached = [row["composite"]["reached"] for row in rows if "composite" in row]
     rivals = [[row["rival"][name] for row in rows] for name in ("whole pictures", "quarters")]
-    return [rate(sum(reached), len(reached)), *(cell for rival in rivals for cell in mean_of(rival, "f1"))]
+    elements = rate_over_sets([(sum(of_set), len(of_set)) for of_set in reached])
+    return [elements, *(cell for rival in rivals for cell in mean_of(rival, "f1"))]
 
 
 def one_table(seeds: dict[str, dict], which: str) -> str:
@@ -114,7 +128,7 @@ def one_world_table(seeds: dict[str, dict], which: str) -> str:
     """A line a ratio, and false alarms, over these seeds."""
 
     def elements(rows: list[dict]) -> list[str]:
-        return [rate(sum(row["elements"][0] for row in rows), sum(row["elements"][1] for row in rows))]
+        return [rate_over_sets([(row["elements"][0], row["elements"][1]) for row in rows])]
 
     return by_ratio(seeds, which, ("pictures found", "elements found"), elements)
 

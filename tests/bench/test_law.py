@@ -91,6 +91,7 @@ def test_shares_by_need_are_compared_with_equal_ones_on_the_same_targets(read):
         for target, phrases in named.items()
         for rate, flags in ((0.25, None), (0.75, law.shares_flags(read, "own")))
     ]
+    rows += [row | {"arm": "recommended", "rate": 0.0} for row in rows]
     made_up = {"many.jsonl": rows, law.PREDICTED.name: read(law.PREDICTED.name)}
     equal, by_need, shuffled = law.need(made_up.__getitem__).splitlines()[2:]
     assert equal.startswith("| equal | 0.58 | 0 of 16 | 0.25 ") and "+0.50 [+0.50, +0.50]" in by_need

@@ -1,6 +1,8 @@
 """The table of the scan: the seeds of the present way to search alone."""
 
-from bench.shield_table import table
+import pytest
+
+from bench.shield_table import rate_over_sets, table
 
 
 def seed(f1, **more):
@@ -18,3 +20,16 @@ def test_seeds_of_earlier_code_are_left_out():
     del seeds["3042"]
     before = table({"commit": "old", "seeds": seeds})
     assert "Seeds: 3000-3001 (2)." in before and "Code: old." in before and "2 of 4 [" in before
+
+
+@pytest.mark.parametrize(
+    "sets, said",
+    [
+        ([(1, 1)] * 9 + [(0, 1)], "9 of 10 [0.55, 1.00]"),  # one in each set: binomial
+        ([(4, 4)] * 5, "20 of 20 [0.48, 1.00]"),  # as much as five sets say, not twenty elements
+        ([(4, 4)] * 4 + [(0, 4)] * 4, "16 of 32 [0.12, 0.88]"),
+        ([(3, 4)], "3 of 4"),
+    ],
+)
+def test_what_shares_a_data_set_is_no_independent_trial(sets, said):
+    assert rate_over_sets(sets) == said
