@@ -433,7 +433,7 @@ def test_the_controls_stand_in_one_table_by_each_endpoint():
     placebo = Placebo("runs/p", 0.25, 0.5, (0.4, 0.6), 2, whole=1.0, published=1.0, element_rate=0.5)
     record = record_of([base, measured(10, 6, **cells)], placebo=placebo)
     table = {line[0]: line[1:] for line in evidence.alternatives(record, ["a/0"]).rows}
-    assert table["composed prompt"][0] == "0.75" and table["composed prompt, base model"][0] == "0.0"
+    assert table["composed prompt"][0] == "0.8" and table["composed prompt, base model"][0] == "0.0"
     assert table["spelt-out caption, base model"][0] == "0.0"  # no element is exact,
     assert table["spelt-out caption, base model"][2:] == ["1.00", "1.00", "0.00"]  # which the other endpoints overlook
     assert table["composed prompt, placebo data"] == ["0.25", None, "1.00", "1.00", "0.50"]
