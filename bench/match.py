@@ -1,7 +1,7 @@
 """Whether spectral updates need a base that Muon trained: `python -m bench.match [--smoke]`.
 
     python -m bench.match --times 1                each arm at its own rate
-    python -m bench.match --times 1,0.5,2          three rates
+    python -m bench.match --times 1,0.5,2 --results bench/results/match-rates.jsonl    three rates, on a second base
     python -m bench.match --smoke                  a base and two runs of a few steps each, in minutes
 
 Muon trained the UNet of the bundled base; AdamW trained Stable Diffusion's. Here AdamW trains one of the bundled size
@@ -26,6 +26,7 @@ from bench.recovery import ROOT
 from bench.recovery_table import stored
 
 RESULTS = Path(__file__).parent / "results" / "match.jsonl"
+RATES = RESULTS.with_name("match-rates.jsonl")  # on a second training of the base
 TARGETS = ";".join(map(str, range(2874, 2882)))
 PAIRS = {"recommended_2026": "adamw_2026", "decoder_2026": "decoder_adamw_2026"}  # spectral -> AdamW
 ARMS = tuple(arm for pair in PAIRS.items() for arm in pair)
@@ -33,9 +34,10 @@ OWN = {(arm, kept.KEPT_AT[arm][0]) for arm in ARMS}  # at their own rates
 OVER = ("by spectral updates", "less", "targets", "strict rate", "kept, kinds shown", "kinds not shown")
 
 
-def bases(rows: list[dict], bundled: list[dict]) -> str:
-    """Things right of all that are named, by guidance, of this base and of the bundled one: Markdown."""
-    return kept.drawn_right({"trained by AdamW": base_among(rows), "by Muon, bundled": base_among(bundled)})
+def bases(rows: list[dict], again: list[dict], bundled: list[dict]) -> str:
+    """Things right of all that are named, by guidance, of these bases and of the bundled one: Markdown."""
+    runs = {"trained by AdamW": rows, "by AdamW, a second time": again, "by Muon, bundled": bundled}
+    return kept.drawn_right({name: base_among(of_base) for name, of_base in runs.items()})
 
 
 def runs_of(rows: list[dict]) -> dict[tuple[str, float], list[dict]]:
@@ -56,6 +58,17 @@ def table(rows: list[dict]) -> str:
         name, *cells = line(arm, runs[arm, factor], base)
         lines.append([name, f"{factor:g}", *cells])
     return markdown((ARMS_SAID[0], "lr x", *ARMS_SAID[1:]), lines)
+
+
+def rates(rows: list[dict]) -> str:
+    """The same in few columns: Markdown."""
+    base = base_among(rows)
+    runs = runs_of(rows)
+    lines = []
+    for arm, factor in sorted(runs, key=lambda run: (ARMS.index(run[0]), run[1])):
+        _, steps, targets, _, rate, shown, unshown, *_ = line(arm, runs[arm, factor], base)
+        lines.append([f"`{arm}`", f"{factor:g}", steps, targets, rate, shown, unshown])
+    return markdown(("arm", "lr x", "steps", "targets", "strict rate", "kept, kinds shown", "kinds not shown"), lines)
 
 
 def differences(rows: list[dict]) -> str:
@@ -104,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
             run = {"arms": arm, "factor": factor, "base": base, "targets": args.targets, "results": args.results}
             kept.main([word for name, value in run.items() for word in (f"--{name}", str(value))] + more)
     rows = stored(args.results)
-    print(bases(rows, stored(kept.RESULTS)), table(rows), differences(rows), sep="\n\n")
+    print(bases(rows, stored(RATES), stored(kept.RESULTS)), table(rows), differences(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -49,3 +49,8 @@ def test_without_muon_adamw_updates_every_weight_at_the_same_rates():
     for a, b in zip(with_muon.optimizers, without.optimizers, strict=True):
         assert a.param_groups[0]["lr"] == b.param_groups[0]["lr"]
         assert len(a.param_groups[0]["params"]) == len(b.param_groups[0]["params"])
+
+
+def test_rates_have_few_columns(rows):
+    lines = match.rates(rows).splitlines()[2:]
+    assert lines[0].startswith("| `decoder_2026` | 40 | 400 | 2 | 0.75 [") and len(lines) == 3
