@@ -49,25 +49,25 @@ def runs_of(rows: list[dict]) -> dict[tuple[str, float], list[dict]]:
     return runs
 
 
-def table(rows: list[dict]) -> str:
-    """A line an arm and rate: Markdown."""
+def lines_of(rows: list[dict]) -> list[list[str]]:
+    """The cells of each arm and rate, under ARMS_SAID with the rate after the arm."""
     base = base_among(rows)
     runs = runs_of(rows)
     lines = []
     for arm, factor in sorted(runs, key=lambda run: (ARMS.index(run[0]), run[1])):
         name, *cells = line(arm, runs[arm, factor], base)
         lines.append([name, f"{factor:g}", *cells])
-    return markdown((ARMS_SAID[0], "lr x", *ARMS_SAID[1:]), lines)
+    return lines
+
+
+def table(rows: list[dict]) -> str:
+    """A line an arm and rate: Markdown."""
+    return markdown((ARMS_SAID[0], "lr x", *ARMS_SAID[1:]), lines_of(rows))
 
 
 def rates(rows: list[dict]) -> str:
     """The same in few columns: Markdown."""
-    base = base_among(rows)
-    runs = runs_of(rows)
-    lines = []
-    for arm, factor in sorted(runs, key=lambda run: (ARMS.index(run[0]), run[1])):
-        _, steps, targets, _, rate, shown, unshown, *_ = line(arm, runs[arm, factor], base)
-        lines.append([f"`{arm}`", f"{factor:g}", steps, targets, rate, shown, unshown])
+    lines = [[arm, *cells[:3], *cells[4:7]] for arm, *cells in lines_of(rows)]
     return markdown(("arm", "lr x", "steps", "targets", "strict rate", "kept, kinds shown", "kinds not shown"), lines)
 
 

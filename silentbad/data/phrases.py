@@ -21,8 +21,11 @@ def _whole(phrase: str) -> str:
 
 
 def phrases_in(phrases: Iterable[str], text: str) -> list[str]:
-    """The phrases that occur in a text, in the given order."""
-    return [phrase for phrase in phrases if re.search(_whole(phrase), text)]
+    """The phrases that occur in a text, in the given order; "a hat box" holds no "a hat" where both
+    are phrases."""
+    phrases = [*phrases]
+    found = set(re.findall(pattern(phrases), text))
+    return [phrase for phrase in phrases if phrase in found]
 
 
 def shared_phrases(phrases_of: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:

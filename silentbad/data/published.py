@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from silentbad.data.images import inside, picture_files
-from silentbad.data.phrases import pattern, phrases_in
+from silentbad.data.phrases import phrases_in
 from silentbad.data.schema import row, text_lines
 from silentbad.errors import UserError, brief, user_errors, warn
 from silentbad.files import check_file, check_folder
@@ -160,8 +160,7 @@ def _published_elements(root: Path, number: int, role: str) -> list[dict]:
         )
     for (_, path), (where, caption) in zip(images, captions, strict=True):
         caption = re.sub(" +", " ", caption)
-        found = re.findall(pattern(phrases), caption)  # "a hat box" shows no "a hat"
-        shown = [phrase for phrase in phrases if phrase in found]
+        shown = phrases_in(phrases, caption)
         rows.append(
             row(
                 where,

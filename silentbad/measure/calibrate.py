@@ -137,11 +137,11 @@ def of_copies(measure: Measure, canvases: Sequence[Canvas]) -> list[ImageRow]:
 def nulls_of(measure: Measure, j: int, drawn: Canvas) -> Iterator[Null]:
     """Failures made from target j, and training pictures that lack some of its elements."""
     phrases = [as_read(phrase) for phrase in measure.targets[j].phrases]
-    others = [
-        Other(picture, frozenset(k for k, phrase in enumerate(phrases) if phrase in shown))
-        for picture, of_picture in measure.training.pictures(MOST_SHOWN)
-        for shown in [set(map(as_read, of_picture))]
-    ]
+    others = list[Other]()
+    for picture, of_picture in measure.training.pictures(MOST_SHOWN):
+        named = set(map(as_read, of_picture))
+        shown = frozenset(k for k, phrase in enumerate(phrases) if phrase in named)
+        others.append(Other(picture, shown))
     yield from failures.failures(drawn.picture, drawn.shares, drawn.backdrop, others)
     for other in others:
         changed = tuple(k for k in range(len(phrases)) if k not in other.shows)

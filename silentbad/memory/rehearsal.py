@@ -4,7 +4,6 @@
 option.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ from PIL import Image, ImageChops
 from silentbad import rng
 from silentbad.data.buckets import stretch
 from silentbad.data.elements import DataInfo
-from silentbad.data.phrases import pattern
+from silentbad.data.phrases import phrases_in
 from silentbad.errors import UserError, user_errors
 from silentbad.memory.masks import area, fitted, fitted_mask, overlaid
 from silentbad.settings.memory import PLACED, ROLES
@@ -254,7 +253,7 @@ def check_replaced(name: str, given: dict, replaced: Any, info: DataInfo) -> Non
         raise UserError(f"{failed} role {replaced['role']!r}, not {', '.join(ROLES)}")
     for target in info.elements_of:
         phrases = info.phrases_of(target)
-        named = {*re.findall(pattern(phrases), replaced["text"])} - {""}
+        named = phrases_in(filter(None, phrases), replaced["text"])
         check_union(len(named), len(phrases), target)
     elements, of = replaced.get("united") or (0, 0)
     check_union(elements, of, replaced["target_id"])

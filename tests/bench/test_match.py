@@ -53,4 +53,4 @@ def test_without_muon_adamw_updates_every_weight_at_the_same_rates():
 
 def test_rates_have_few_columns(rows):
     lines = match.rates(rows).splitlines()[2:]
-    assert lines[0].startswith("| `decoder_2026` | 40 | 400 | 2 | 0.75 [") and len(lines) == 3
+    assert lines[0].startswith("| `decoder_2026` (C) | 40 | 400 | 2 | 0.75 [") and len(lines) == 3
