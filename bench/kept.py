@@ -219,7 +219,8 @@ def train(arm: str, target: str, args: argparse.Namespace) -> dict:
         "peak_mib": seconds["peak_mib"],
     }
     # last, so that a run that fails before leaves none
-    name = f"{arm}{f'-{factor:g}' if args.factor else ''}-{target}.png"
+    changed = f"-{factor:g}" * bool(args.factor) + f"-{steps}-steps" * bool(args.steps)
+    name = f"{arm}{changed}-{target}.png"
     keep_pictures(args.results, name, out / f"samples/step-{entry['step']:06d}-raw/grid.png")
     shutil.rmtree(out)
     return row

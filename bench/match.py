@@ -40,12 +40,12 @@ def bases(rows: list[dict], again: list[dict], bundled: list[dict]) -> str:
     return kept.drawn_right({name: base_among(of_base) for name, of_base in runs.items()})
 
 
-def runs_of(rows: list[dict]) -> dict[tuple[str, float], list[dict]]:
-    """Runs by arm and rate."""
-    runs: dict[tuple[str, float], list[dict]] = defaultdict(list)
+def runs_of(rows: list[dict]) -> dict[tuple[str, int, float], list[dict]]:
+    """Runs by arm, steps and rate."""
+    runs: dict[tuple[str, int, float], list[dict]] = defaultdict(list)
     for row in rows:
         if row["arm"] in ARMS:
-            runs[row["arm"], row["factor"]].append(row)
+            runs[row["arm"], row["steps"], row["factor"]].append(row)
     return runs
 
 
@@ -54,8 +54,9 @@ def lines_of(rows: list[dict]) -> list[list[str]]:
     base = base_among(rows)
     runs = runs_of(rows)
     lines = []
-    for arm, factor in sorted(runs, key=lambda run: (ARMS.index(run[0]), run[1])):
-        name, *cells = line(arm, runs[arm, factor], base)
+    for run in sorted(runs, key=lambda run: (ARMS.index(run[0]), *run[1:])):
+        arm, _, factor = run
+        name, *cells = line(arm, runs[run], base)
         lines.append([name, f"{factor:g}", *cells])
     return lines
 
