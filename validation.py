@@ -84,6 +84,7 @@ from silentbad.measure.verdict import verdict_of
 from silentbad.measure.weight_change import Base, base_modules
 from silentbad.model.averaging import averaged
 from silentbad.model.denoiser import backbone_in
+from silentbad.model.gate import Source
 from silentbad.model.pipeline import load_autoencoder, load_pipeline, vae_factor
 from silentbad.model.registry import backbone_of
 from silentbad.report import run_report
@@ -445,6 +446,7 @@ def audit(
     pipeline: str,
     baseline: str | None = None,
     lora: str | None = None,
+    variant: str | None = None,
     output_dir: str = "audit",
     seed: int = 0,
     dtype: str = "float32",
@@ -462,13 +464,10 @@ def audit(
     }
     with claimed(output_dir, accelerator, read):
         device = accelerator.device
-        name = f"--pipeline {pipeline}"
-        base = (
-            None
-            if baseline is None
-            else load_pipeline(baseline, dtype, device, flag="--baseline", of=pipeline)
-        )
-        first = base or load_pipeline(pipeline, dtype, device, lora)
+        model = Source(pipeline, "--pipeline", variant=variant)
+        origin = Source(baseline or pipeline, "--baseline", variant=variant)
+        base = None if baseline is None else load_pipeline(origin, dtype, device, of=pipeline)
+        first = base or load_pipeline(model, dtype, device, lora)
         check_prompts(targets, first.tokenizer, config.unrelated)
         hook = RecoveryHook(
             config,
@@ -477,15 +476,15 @@ def audit(
             accelerator=accelerator,
             output_dir=output_dir,
             seed=seed,
-            refuses=name if baseline is None else f"--baseline {baseline}",
+            refuses=str(model if baseline is None else origin),
             base=None if base is None else base_modules(base.components),
         )
         if accelerator.is_main_process:
             owned.mark(Path(output_dir), "audit")
         if base is not None:
             hook.run(0, 0, backbone_of(base), label="baseline")
-            first = load_pipeline(pipeline, dtype, device, lora)
-            hook.measure.sampler = Sampler(first.components, config, seed, refuses=name)
+            first = load_pipeline(model, dtype, device, lora)
+            hook.measure.sampler = Sampler(first.components, config, seed, refuses=str(model))
         hook.run(1, 1, backbone_of(first), final=True, label="audited pipeline")
         print_audit(hook)
         if base is None:
@@ -498,6 +497,7 @@ def audit_pictures(
     *,
     pictures: str,
     pipeline: str | None = None,
+    variant: str | None = None,
     output_dir: str = "audit",
     dtype: str = "float32",
 ) -> Verdict:
@@ -511,7 +511,8 @@ def audit_pictures(
     accelerator = start()
     vae = None
     if pipeline is not None:
-        vae = load_autoencoder(pipeline, dtype, accelerator.device)
+        model = Source(pipeline, "--pipeline", variant=variant)
+        vae = load_autoencoder(model, dtype, accelerator.device)
         if (config.resolution or 0) % vae_factor(vae):
             right = f"is not a multiple of {vae_factor(vae)}, which the pipeline needs"
             raise UserError(f"--resolution: {config.resolution} {right}")
@@ -586,6 +587,7 @@ def main(arguments: list[str] | None = None, options: Audit | None = None) -> in
                     config,
                     pictures=audit_options.pictures,
                     pipeline=audit_options.pipeline,
+                    variant=audit_options.variant,
                     output_dir=audit_options.output_dir,
                     dtype=audit_options.dtype,
                 )
@@ -595,6 +597,7 @@ def main(arguments: list[str] | None = None, options: Audit | None = None) -> in
                     pipeline=str(audit_options.pipeline),
                     baseline=audit_options.baseline,
                     lora=audit_options.lora,
+                    variant=audit_options.variant,
                     output_dir=audit_options.output_dir,
                     seed=audit_options.seed,
                     dtype=audit_options.dtype,

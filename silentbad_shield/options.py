@@ -56,7 +56,7 @@ class ScanOptions(DataSettings):
 USED = {  # the settings that a search uses, its own and an audit's
     *OF_SEARCH,
     *("pipeline", "baseline", "lora", "output_dir", "seed", "dtype", "extrapolate", "resolution"),
-    *("max_batch", "embedder", "embedder_path", "embedder_sha256", "images_per_target"),
+    *("variant", "max_batch", "embedder", "embedder_path", "embedder_sha256", "images_per_target"),
     *("num_inference_steps", "guidance_scale", "guidance_rescale"),
 }
 

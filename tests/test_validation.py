@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -428,6 +429,16 @@ def test_a_run_in_place_of_its_pipeline_or_adapters_is_named(audit_folder, tmp_p
     adapters = ["--pipeline", str(audit_folder / "tuned"), "--lora", str(tmp_path / "run")]
     assert validation.main([*adapters, *targets]) == 2
     assert f"is a run; give {tmp_path}/run/lora" in capsys.readouterr().err
+
+
+def test_an_audit_of_a_pipeline_whose_weights_are_of_a_variant(audit_folder, tmp_path, capsys):
+    shutil.copytree(audit_folder, tmp_path / "of")
+    for file in (tmp_path / "of").glob("*/*/*.safetensors"):
+        file.rename(file.with_suffix(".fp16.safetensors"))
+    baseline = ["--baseline", str(tmp_path / "of/pipe")]
+    assert run_audit(tmp_path / "of", tmp_path / "a", "copied.jsonl", *baseline) == 2
+    assert "give variant fp16" in capsys.readouterr().err
+    assert run_audit(tmp_path / "of", tmp_path / "a", "copied.jsonl", *baseline, "--variant=fp16") == 4
 
 
 def test_an_audit_prints_its_settings(capsys):

@@ -133,7 +133,7 @@ class Subject:
         )
         base = of_base()
         if config.lora.rank is None:
-            self.pipe = load_pipeline(str(run / "pipeline"), "float32", device, flag="RUN")
+            self.pipe = load_pipeline(Source(str(run / "pipeline"), "RUN"), "float32", device)
         else:
             self.pipe = of_base(str(run / "lora"))
         family = family_of_pipeline(self.pipe)

@@ -396,9 +396,8 @@ def gathered_parts(parts: Any) -> Any:
     )
 
 
-def load_autoencoder(name: str, dtype: str, device: Any) -> Any:
-    """The autoencoder alone of the pipeline of --pipeline."""
-    source = Source(name, "--pipeline")
+def load_autoencoder(source: Source, dtype: str, device: Any) -> Any:
+    """The autoencoder alone of a pipeline."""
     family = family_in(read_index(source))
     vae = gate.load_part("vae", AutoencoderKL, source, torch_dtype=getattr(torch, dtype))
     widen(vae, family)
@@ -410,15 +409,14 @@ def load_pipeline(
     dtype: str,
     device: Any,
     lora_path: str | None = None,
-    flag: str = "--pipeline",
     of: str | None = None,
     revision: str | None = None,
 ) -> Any:
     """A plain diffusers pipeline of a family, with adapters where asked, from safetensors only;
-    every tensor loaded and finite, in the precision asked for, or wider (`widen`). `flag` names it
-    in messages; `of` is the pipeline that a baseline is compared with; `revision` is that of the
-    backbone, where it is another."""
-    source = name if isinstance(name, Source) else Source(name, flag)
+    every tensor loaded and finite, in the precision asked for, or wider (`widen`). A name
+    alone is of --pipeline; `of` is the pipeline that a baseline is compared with; `revision` is
+    that of the backbone, where it is another."""
+    source = name if isinstance(name, Source) else Source(name, "--pipeline")
     index = read_index(source)
     family = family_in(index)
     if of is not None and (model := family_in(read_index(Source(of, "--pipeline")))) is not family:

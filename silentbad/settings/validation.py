@@ -139,6 +139,7 @@ TRAINING = (  # settings that an audit refuses
 COMPARED = ("unrelated_images", "prompts", "judge")  # with the pictures of a baseline
 ON_PICTURES = {  # of use where pictures are given
     *("pictures", "pipeline", "targets", "output_dir", "dtype", "resolution", "max_batch"),
+    "variant",
     *("embedder", "embedder_path", "embedder_sha256", "clip_path", "sample_targets"),
     *("threshold", "false_positive_rate", "calibration"),
 }
@@ -156,6 +157,7 @@ class Audit(ValidationConfig):
     )
     baseline: Location | None = option(None, "calibrate and compare on it")
     lora: Location | None = option(None, "adapters to put on the pipeline: folder or file")
+    variant: Location | None = option(None, "variant of the weight files, such as fp16")
     output_dir: Location = option("audit", "for JSON, HTML and samples/")
     seed: Seed = option(0, "address of every noise")
     dtype: Literal["float32", "float16", "bfloat16"] = option("float32")

@@ -28,6 +28,7 @@ from silentbad.errors import UserError, brief, writing
 from silentbad.files import check_writable, replace_text
 from silentbad.measure.embedders import embedder_of
 from silentbad.measure.generation import Sampler
+from silentbad.model.gate import Source
 from silentbad.model.pipeline import load_pipeline
 from silentbad.report import pages
 from silentbad.report.pages import Table
@@ -210,7 +211,8 @@ def tested(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # ALIKE and PRICE were chosen with micro
     embedder = embedder_of(options, device, redraws=True)
-    pipe = load_pipeline(str(options.pipeline), options.dtype, device, options.lora)
+    model = Source(str(options.pipeline), "--pipeline", variant=options.variant)
+    pipe = load_pipeline(model, options.dtype, device, options.lora)
     named = f"--pipeline {options.pipeline}"
     sampler = Sampler(pipe.components, options, options.seed, refuses=named)
     if sampler.family.flow:
@@ -219,9 +221,8 @@ def tested(
         )
     unets: dict[str, nn.Module] = {"own guidance": pipe.unet}
     if options.extrapolate is not None:
-        base = load_pipeline(
-            str(options.baseline), options.dtype, device, flag="--baseline", of=options.pipeline
-        )
+        origin = Source(str(options.baseline), "--baseline", variant=options.variant)
+        base = load_pipeline(origin, options.dtype, device, of=options.pipeline)
         extrapolated = Extrapolated(pipe.unet, base.unet, options.extrapolate)
         unets[f"guidance extrapolated by {options.extrapolate:g}"] = extrapolated
 

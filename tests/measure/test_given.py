@@ -14,6 +14,7 @@ from silentbad.data.targets import load_targets
 from silentbad.errors import UserError
 from silentbad.measure.given import GivenPictures, given_pictures
 from silentbad.measure.samples import stacked
+from silentbad.model.gate import Source
 from silentbad.model.latents import round_trip
 from silentbad.model.pipeline import load_autoencoder
 from tests.photographs import failures, make_target
@@ -85,7 +86,7 @@ def test_a_picture_without_an_element_is_none(target, tmp_path):
 
 
 def test_what_the_autoencoder_leaves_of_a_copy_is_one(target, tmp_path):
-    vae = load_autoencoder(str(BASE), "float32", "cpu")
+    vae = load_autoencoder(Source(str(BASE)), "float32", "cpu")
     decoded = round_trip(vae, resize(to_tensor(PHOTOGRAPH.picture)[None], (64, 64)))[0]
     write(tmp_path / "drawn", to_pil(decoded))
     write(tmp_path / "drawn" / "unrelated", noise(1), noise(2))

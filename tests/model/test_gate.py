@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 import train_silentbad
 from silentbad.errors import UserError
 from silentbad.model import pipeline
-from silentbad.model.gate import check_precision
+from silentbad.model.gate import Source, check_precision
 from tests.mistakes import WEIGHTS
 
 
@@ -38,7 +38,7 @@ def test_parts_without_the_variant_are_read_without_it(flags, pipelines, tmp_pat
 @pytest.mark.parametrize("kind, dtype", [("xl", torch.float32), ("epsilon", torch.float16)])
 def test_an_autoencoder_that_overflows_in_fp16_is_read_wide(pipelines, kind, dtype):
     pipe = pipeline.load_pipeline(str(pipelines[kind]), "float16", "cpu")
-    alone = pipeline.load_autoencoder(str(pipelines[kind]), "float16", "cpu")
+    alone = pipeline.load_autoencoder(Source(str(pipelines[kind])), "float16", "cpu")
     assert (pipe.vae.dtype, alone.dtype, pipe.unet.dtype) == (dtype, dtype, torch.float16)
 
 
