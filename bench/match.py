@@ -2,6 +2,8 @@
 
     python -m bench.match --times 1                each arm at its own rate
     python -m bench.match --times 1,0.5,2 --results bench/results/match-rates.jsonl    three rates, on a second base
+    python -m bench.kept --arms adamw_2026 --factor 64 --steps 200 --base runs/carry/adamw --targets ... --results ...
+                                                   there AdamW in fewer steps, at 32 and 64
     python -m bench.match --smoke                  a base and two runs of a few steps each, in minutes
 
 Muon trained the UNet of the bundled base; AdamW trained Stable Diffusion's. Here AdamW trains one of the bundled size
@@ -16,6 +18,7 @@ By the processor seconds of a step, the build takes more than two hours, the run
 
 import argparse
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench import kept
@@ -30,8 +33,22 @@ RATES = RESULTS.with_name("match-rates.jsonl")  # on a second training of the ba
 TARGETS = ";".join(map(str, range(2874, 2882)))
 PAIRS = {"recommended_2026": "adamw_2026", "decoder_2026": "decoder_adamw_2026"}  # spectral -> AdamW
 ARMS = tuple(arm for pair in PAIRS.items() for arm in pair)
-OWN = {(arm, kept.KEPT_AT[arm][0]) for arm in ARMS}  # at their own rates
-OVER = ("by spectral updates", "less", "targets", "strict rate", "kept, kinds shown", "kinds not shown")
+OVER = ("arm, steps, lr x", "less", "targets", "strict rate", "kept, kinds shown", "kinds not shown")
+Cell = tuple[str, int, float]  # arm, steps, rate
+
+
+def cell(arm: str, times: float = 1, steps: int | None = None) -> Cell:
+    """An arm at so many times its own rate, in its own steps unless others are given."""
+    factor, own = kept.KEPT_AT[arm]
+    return arm, steps or own, times * factor
+
+
+AT_OWN = [(cell(spectral), cell(adamw)) for spectral, adamw in PAIRS.items()]
+TIMES = ((1, 1), (0.5, 0.5), (1, 2))  # of spectral updates' own rate, of AdamW's
+AT_RATES = [
+    *((cell(spectral, a), cell(adamw, b)) for spectral, adamw in PAIRS.items() for a, b in TIMES),
+    *((cell("recommended_2026"), cell("adamw_2026", times, steps=200)) for times in (2, 4)),
+]
 
 
 def bases(rows: list[dict], again: list[dict], bundled: list[dict]) -> str:
@@ -40,9 +57,9 @@ def bases(rows: list[dict], again: list[dict], bundled: list[dict]) -> str:
     return kept.drawn_right({name: base_among(of_base) for name, of_base in runs.items()})
 
 
-def runs_of(rows: list[dict]) -> dict[tuple[str, int, float], list[dict]]:
+def runs_of(rows: list[dict]) -> dict[Cell, list[dict]]:
     """Runs by arm, steps and rate."""
-    runs: dict[tuple[str, int, float], list[dict]] = defaultdict(list)
+    runs: dict[Cell, list[dict]] = defaultdict(list)
     for row in rows:
         if row["arm"] in ARMS:
             runs[row["arm"], row["steps"], row["factor"]].append(row)
@@ -72,24 +89,22 @@ def rates(rows: list[dict]) -> str:
     return markdown(("arm", "lr x", "steps", "targets", "strict rate", "kept, kinds shown", "kinds not shown"), lines)
 
 
-def differences(rows: list[dict]) -> str:
-    """What spectral updates add over AdamW, each at its own rate, in pairs of targets: Markdown."""
+def differences(rows: list[dict], pairs: Sequence[tuple[Cell, Cell]] = AT_OWN) -> str:
+    """What spectral updates add over AdamW, in pairs of targets, by arm, steps and rate of each: Markdown."""
     base = base_among(rows)
-    own = {(row["arm"], row["target"]): row for row in rows if (row["arm"], row.get("factor")) in OWN}
+    runs = runs_of(rows)
     lines = []
-    for spectral, adamw in PAIRS.items():
-        both = [
-            (row, own[adamw, target])
-            for (arm, target), row in own.items()
-            if arm == spectral and (adamw, target) in own
-        ]
+    for spectral, adamw in pairs:
+        others = {row["target"]: row for row in runs.get(adamw, [])}
+        both = [(row, others[row["target"]]) for row in runs.get(spectral, []) if row["target"] in others]
         if not both:
             continue
         gains = [[a["rate"] - b["rate"] for a, b in both]]
         for kinds in kept.MICRO.both:
             shares = (kept.lowest([*of_arm], base, kinds)[1] for of_arm in zip(*both, strict=True))
             gains.append([a - b for a, b in zip(*shares, strict=True)])
-        lines.append([f"`{spectral}`", f"`{adamw}`", str(len(both)), *(interval(values, "+.2f") for values in gains)])
+        cells = (f"`{arm}`, {steps}, {factor:g}" for arm, steps, factor in (spectral, adamw))
+        lines.append([*cells, str(len(both)), *(interval(values, "+.2f") for values in gains)])
     return markdown(OVER, lines)
 
 
